@@ -8,7 +8,7 @@
 #              slurmd, slurm-client, munge and openssh-server
 # make test-interop   llama.cpp, built from source, reads what we write; a quarter of an hour the first time
 # make test-tinker   Tinker's client and recipes of its cookbook train a tiny model against serve --train on torch and MLX,
-#              and 64 clients for a minute (TINKER_PYTHON=… for an environment that has them); a quarter of an hour
+#              and 64 clients for a minute (TINKER_PYTHON=… for an environment that has them); half an hour
 # make test-null-gpu   the torch engine under torch's CUDA build, on a GPU that computes nothing (benchmarks/results/null_gpu.md); Linux
 #              on x86-64, 6 GB of packages (NULL_PYTHON=… for an environment that exists), some minutes
 # make test-trackers   trackio, W&B, MLflow and TensorBoard are sent a run, and what they have stored is read back
@@ -80,10 +80,17 @@ TINKER_PYTHON ?= .venv-tinker/bin/python
 test-tinker: $(TINKER_PYTHON)
 	DUALTUNE_SOAK_SECONDS=60 $(TINKER_PYTHON) -m pytest -m 'tinker or not tinker' tests/tinker
 
+# The cookbook without its own list of packages: of these, some indexes lack tml-renderers, which only models of Thinking Machines
+# and Kimi need.
 .venv-tinker/bin/python:
 	$(PYTHON) -m venv .venv-tinker
-	.venv-tinker/bin/pip install --quiet --disable-pip-version-check --editable '.[dev,torch,mlx,tinker]' \
-		'tinker-cookbook[math-rl]==0.6.1' || { rm -r .venv-tinker; exit 1; }
+	.venv-tinker/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch \
+		|| { rm -r .venv-tinker; exit 1; }
+	.venv-tinker/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[dev,torch,mlx,tinker]' tinker==0.38.0 aiohttp blobfile chz cloudpickle math-verify pillow pylatexenc \
+		pyrage sympy termcolor tiktoken || { rm -r .venv-tinker; exit 1; }
+	.venv-tinker/bin/pip install --quiet --no-compile --disable-pip-version-check --no-deps tinker-cookbook==0.6.1 \
+		|| { rm -r .venv-tinker; exit 1; }
 
 NULL_PYTHON ?= .venv-null/bin/python
 
@@ -101,7 +108,7 @@ test-null-gpu: $(NULL_PYTHON)
 
 # Beside the environment, because the trackers take 400 MB.
 test-trackers: .venv/.dev
-	test -d .trackers || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target .trackers \
+	test -d .trackers || $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --target .trackers \
 		trackio wandb mlflow-skinny sqlalchemy alembic tensorboard
 	PYTHONPATH=.trackers $(BIN)/python -m pytest tests/cli/trackers
 
@@ -119,7 +126,7 @@ test-verifiers: $(VERIFIERS:%=.verifiers/%/site-packages)
 		PYTHONPATH=.verifiers/$$version/site-packages $(BIN)/python -m pytest -m verifiers tests/train/test_verifiers.py || exit 1; done
 
 .verifiers/%/site-packages: .venv/.dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@ verifiers==$* || { rm -rf $@; exit 1; }
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --target $@ verifiers==$* || { rm -rf $@; exit 1; }
 
 fuzz: .venv/.dev
 	$(BIN)/python -m pytest -m fuzz

@@ -132,7 +132,7 @@ class Sides:
     def _drawn(
         self, engine: Engine, rows: list[PromptedRow], bank: AdapterBank | None = None
     ) -> dict[tuple[int, int], list[int]]:
-        ended = ended_rows(engine, rows, ALL, None, lambda error: False, print, bank)
+        ended = ended_rows(engine, rows, ALL, lambda error: False, print, bank)
         return {(row.adapter, row.number): row.tokens for row in ended}
 
 

@@ -62,7 +62,8 @@ def kept_storages(engine: Any, batch: Batch) -> Storages:
         return tensor
 
     engine._dropout_seeds.seeds_BT = torch.from_numpy(batch.dropout_seeds_BT.view(np.int32))
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    saving = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    with engine._watching(batch, batch.num_targets), saving:
         loss = engine._loss_sum(engine._inputs(batch))
     engine._dropout_seeds.seeds_BT = None
     assert loss.requires_grad

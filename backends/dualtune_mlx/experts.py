@@ -19,9 +19,10 @@ from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from dualtune.model.adapter import AdapterSpec, within_stack
+from dualtune.model.config_file import read_config
 from dualtune.model.dropout import MIX1, MIX2, SHIFT, channel_keys, check_tokens, threshold
 from dualtune.model.experts import ALL, DOWN, GATE, ROLES, UP, Expert, members
-from dualtune.model.places import FilePlace
+from dualtune.model.places import INTERLEAVED, FilePlace
 from dualtune.model.targets import is_text
 from dualtune.model.weight_files import BaseWeights
 from dualtune_mlx.adapter_inputs import Origins
@@ -30,8 +31,9 @@ from dualtune_mlx.methods import AdaptedLayer, DropoutSeeds
 SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
 # mlx-lm's names of the projections, by what they are: those of experts without a gate are numbered.
 NAMES = {GATE: GATE, UP: UP, DOWN: DOWN, "fc1": UP, "fc2": DOWN}
-# Tensors of files with stacks of gate and up together, or of down.
+# Tensors of files with stacks of gate and up together, or of down; and what they are in Granite's.
 FUSED, STACKED_DOWN = "gate_up_proj", "down_proj"
+GRANITE = {FUSED: "input_linear.weight", STACKED_DOWN: "output_linear.weight"}
 
 
 class StackedFactors:
@@ -172,13 +174,14 @@ def _telling(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"__call__": call, "tells": True, "__module__": kind.__module__})
 
 
-def expert_places(model: nn.Module, base: BaseWeights, *, interleaved: bool) -> dict[str, list[FilePlace]]:
+def expert_places(model: nn.Module, base: BaseWeights) -> dict[str, list[FilePlace]]:
     """Return where the matrix of each expert lies, by the paths of `projections`.
 
     Files hold them one by one; or as stacks, of gate and up together or, from mlx-lm, of each projection. mlx-lm's
     classes join the first without a change of the numbers. A layer that is found in none of these ways has no places.
     """
     stored = {within_stack(name): name for name in base.tensors if is_text(name)}
+    interleaved = read_config(base.directory).get("model_type") in INTERLEAVED
     places: dict[str, list[FilePlace]] = {}
     for path, module in projections(model).items():
         container, shape, role = within_stack(path.rpartition(".")[0]), shape_of(module), role_of(path)
@@ -192,7 +195,7 @@ def expert_places(model: nn.Module, base: BaseWeights, *, interleaved: bool) -> 
             continue
         if (own := stored.get(f"{within_stack(path)}.weight")) is not None:
             places[path] = [FilePlace(own, expert=number) for number in range(count)]
-        elif place := _in_stack(base, stored, f"{parent}.experts", role, shape, interleaved=interleaved):
+        elif place := _in_stack(base, stored, parent, role, shape, interleaved=interleaved):
             places[path] = [place._replace(expert=number) for number in range(count)]
     return places
 
@@ -200,7 +203,7 @@ def expert_places(model: nn.Module, base: BaseWeights, *, interleaved: bool) -> 
 def _in_stack(
     base: BaseWeights,
     stored: Mapping[str, str],
-    container: str,
+    parent: str,
     role: str,
     shape: tuple[int, int],
     *,
@@ -208,8 +211,8 @@ def _in_stack(
 ) -> FilePlace | None:
     """Return the place of one expert's matrix in a stack of transformers' form; None if there is none."""
     parameter, (out, in_) = STACKED_DOWN if role == DOWN else FUSED, shape
-    ends = (f"{container}.{parameter}{end}" for end in ("", ".weight", "_blocks"))
-    name = next((stored[end] for end in ends if end in stored), None)
+    names = [f"{parent}.experts.{parameter}{end}" for end in ("", ".weight", "_blocks")]
+    name = next((stored[n] for n in (*names, f"{parent}.{GRANITE[parameter]}") if n in stored), None)
     if name is None:
         return None
     rows = None

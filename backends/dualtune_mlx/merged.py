@@ -78,7 +78,7 @@ class MergedLoRALinear(Rounded, LoRALinear):
     """
 
     def __init__(self, base: nn.Module, module: str, spec: AdapterSpec, *of_lora: Any) -> None:
-        check_plain(module, is_plain=isinstance(base, nn.Linear))
+        check_plain(module, spec.merge_for, is_plain=isinstance(base, nn.Linear))
         super().__init__(base, module, spec, *of_lora)
         self.round_for(spec, self.shared.dropout_seeds)
 
@@ -122,7 +122,7 @@ class MergedExpertLoRA(Rounded, ExpertLoRA):
     """The same for one projection of all experts."""
 
     def __init__(self, base: nn.Module, stack: str, spec: AdapterSpec, seeds: DropoutSeeds) -> None:
-        check_plain(stack, is_plain=isinstance(base, SwitchLinear))
+        check_plain(stack, spec.merge_for, is_plain=isinstance(base, SwitchLinear))
         super().__init__(base, stack, spec, seeds)
         self.round_for(spec, seeds)
 

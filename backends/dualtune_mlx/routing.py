@@ -44,6 +44,7 @@ class Routing:
         if not paths:
             raise ConfigError(f"{KEY}: mlx-lm has no linear routers in {type(model).__module__}; allowed: null")
         modules = dict(model.named_modules())
+        self._mixtures = [modules[path.rpartition(".")[0]] for path in paths]  # which may correct the choice
         self._num_experts = 0
         for number, path in enumerate(paths):
             router: Any = modules[path]
@@ -91,7 +92,8 @@ class Routing:
             return logits
         first_N, size_N, share_N = (documents[name] for name in (FIRST, SIZE, SHARE))
         probs_NE = mx.softmax(mx.stop_gradient(logits).reshape(-1, logits.shape[-1]).astype(mx.float32), axis=-1)
-        top_Nk = mx.argpartition(-probs_NE, kth=self._each - 1, axis=-1)[:, : self._each]
+        ranked_NE = probs_NE + self._mixtures[number].get("correction", 0.0)  # as `families.corrections` chooses
+        top_Nk = mx.argpartition(-ranked_NE, kth=self._each - 1, axis=-1)[:, : self._each]
         ones_N1 = (size_N > 0)[:, None].astype(mx.float32)
         chosen_NE = mx.put_along_axis(mx.zeros_like(probs_NE), top_Nk, ones_N1, axis=-1)
         loads_NE = mx.zeros_like(probs_NE).at[first_N].add(chosen_NE)[first_N] / mx.maximum(size_N, 1)[:, None]

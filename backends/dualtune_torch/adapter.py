@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from dualtune.model.optimizer import Shapes
 from dualtune_torch.beside import TrainedBeside
 from dualtune_torch.methods import AdaptedLayer
 
+Parts = Mapping[str, Shapes]  # by the name of a tensor, those that it consists of
+
 
 class AdapterBuffer:
     """Flat float32 tensors of one layout, and views of them by the names of the trained tensors, in this order.
@@ -37,14 +40,19 @@ class AdapterBuffer:
 
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], device: torch.device, dtype: torch.dtype, *, starts: bool = False,
-        masters: torch.dtype = torch.float32,
+        masters: torch.dtype = torch.float32, parts: Parts = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """`starts`: whether a start is kept beside each A and B. The copy then has both, side by side.
 
         `masters`: the dtype of what is trained. If that is the compute dtype, there is no copy.
+
+        `parts`: what tensors are for the optimizer and in states that are not one of their own name, as stacks are.
         """
         self.of_base: dict[str, nn.Parameter] = {}  # the parameters of the base that compute with the copy
-        self.shapes = shapes_apart(shapes)
+        self._parts = parts
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in shapes.items():
+            self.shapes |= parts.get(name) or shapes_apart({name: shape})
         size = sum(map(math.prod, self.shapes.values()))
         self.flat = torch.zeros(size, device=device, dtype=masters, requires_grad=True)
         self.flat.grad_dtype = torch.float32
@@ -95,6 +103,15 @@ class AdapterBuffer:
 
     def to_numpy(self, flat: Tensor) -> Tensors:
         return to_numpy(flat, self.shapes)
+
+    def apart(self, tensors: Tensors) -> Tensors:
+        """Return tensors by the names of states: those by the names of parameters are taken apart."""
+        found: Tensors = {}
+        for name, tensor in tensors.items():
+            shapes = self._parts.get(name, {})
+            is_whole = tensor.size == sum(map(math.prod, shapes.values()))
+            found |= to_numpy(torch.from_numpy(tensor.ravel()), shapes) if shapes and is_whole else {name: tensor}
+        return found
 
 
 def fill(into: Tensor, shapes: Shapes, state: Tensors) -> None:
@@ -149,11 +166,19 @@ def adapter_buffer(
 # --- full fine-tuning
 
 
-def model_buffer(model: PreTrainedModel, dtype: torch.dtype, masters: torch.dtype = torch.float32) -> AdapterBuffer:
-    """Move the parameters of a model to a new buffer, make them trainable, and compute with `dtype`."""
+def model_buffer(
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    masters: torch.dtype = torch.float32,
+    parts: Parts = MappingProxyType({}),
+) -> AdapterBuffer:
+    """Move the parameters of a model to a new buffer, make them trainable, and compute with `dtype`.
+
+    `parts`: the tensors of the files that each parameter consists of, in the order of its memory.
+    """
     parameters = dict(model.named_parameters())  # an output head that is the embedding counts once
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-    buffer = AdapterBuffer(shapes, model.device, dtype, masters=masters)
+    buffer = AdapterBuffer(shapes, model.device, dtype, masters=masters, parts=parts)
     for name, parameter in parameters.items():
         buffer.train(name, parameter)
     buffer.refresh()
@@ -171,5 +196,5 @@ def _add_to(total: Tensor) -> Callable[[Tensor], None]:
 
 
 def values_of(model: PreTrainedModel) -> Tensors:
-    """Return copies of the parameters of a freshly loaded model, float32."""
+    """Return copies of the parameters of a freshly loaded model, float32, by its own names."""
     return {name: np.array(p.detach().float().cpu()) for name, p in sorted(model.named_parameters())}

@@ -73,7 +73,7 @@ from dualtune_torch.optimizer import FlatOptimizer, flat_optimizer, take_state
 from dualtune_torch.routing import Routing
 from dualtune_torch.sharding import check_whole, group_of, is_split, whole
 from dualtune_torch.weights.frozen import compute_dtype, shape_of, weight_of
-from dualtune_torch.weights.places import expert_places, find_places, write_trained
+from dualtune_torch.weights.places import expert_places, find_places, trained_parts, write_trained
 
 
 class TorchEngine:
@@ -100,7 +100,9 @@ class TorchEngine:
         if self._is_full:
             self._layers, self._beside = dict[str, AdaptedLayer](), TrainedBeside()
             masters = DTYPES[request.adapter.master_weights]
-            self._adapter = model_buffer(model, DTYPES[description["dtype"]], masters)
+            weights = request.base_weights()
+            parts = trained_parts(model, weights) if weights else {}
+            self._adapter = model_buffer(model, DTYPES[description["dtype"]], masters, parts)
         else:
             self._layers, self._places, self._paths = _placed_layers(model, request, self._dropout_seeds)
             self._beside = train_beside(model, request.adapter.beside, request.base_weights(), self._layers)
@@ -362,7 +364,7 @@ class TorchEngine:
 
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
-            return values_of(load_base(self._request, self.model.device)[0])
+            return self._adapter.apart(values_of(load_base(self._request, self.model.device)[0]))
         return self._initial(self._request.adapter.plain)
 
     def _initial(self, adapter: AdapterSpec) -> Tensors:
@@ -370,6 +372,7 @@ class TorchEngine:
         return initial | {name: values.copy() for name, values in self._beside.start.items()}
 
     def load_adapter_state(self, state: Tensors) -> None:
+        state = self._adapter.apart(state)  # earlier versions had the names of parameters
         check_state(self.adapter_shapes, state, "adapter")
         self._adapter.load(*self._request.adapter.split(state))
         self._refresh()
@@ -393,6 +396,7 @@ class TorchEngine:
         return OptimizerState(int(optimizer.count), state)
 
     def load_optimizer_state(self, state: OptimizerState) -> None:
+        state = replace(state, slots={slot: self._adapter.apart(own) for slot, own in state.slots.items()})
         check_slots(self._request.optimizer, self._adapter.shapes, state)
         self._optimizer.count.fill_(state.step)
         for slot, shapes in self._request.optimizer.slot_shapes(self._adapter.shapes).items():

@@ -66,7 +66,7 @@ class MergedLoRALinear(Rounded, LoRALinear):
     grouped = False
 
     def __init__(self, base: FrozenLinear, module: str, spec: AdapterSpec, seeds: DropoutSeeds) -> None:
-        check_plain(module, is_plain=base.weight.is_floating_point())
+        check_plain(module, spec.merge_for, is_plain=base.weight.is_floating_point())
         super().__init__(base, module, spec, seeds)
         self._round = ROUNDINGS[spec.merge_for]
 
@@ -113,7 +113,7 @@ class MergedExpertLoRA(Rounded, ExpertLoRA):
 
     def __init__(self, projection: Projection, stack: str, spec: AdapterSpec, seeds: DropoutSeeds) -> None:
         weight = getattr(projection.experts, projection.parameter)
-        check_plain(stack, is_plain=not isinstance(weight, PackedStack))
+        check_plain(stack, spec.merge_for, is_plain=not isinstance(weight, PackedStack))
         super().__init__(projection, stack, spec, seeds)
         self._round = ROUNDINGS[spec.merge_for]
 

@@ -29,7 +29,7 @@ class Routing:
         self, model: PreTrainedModel, config: Mapping[str, Any], coefficient: float, loss_scale: float
     ) -> None:
         """`loss_scale`: by which all gradients are multiplied. ConfigError for a model without such routers."""
-        self._each = experts_of_token(config, coefficient)
+        experts_of_token(config, coefficient)
         self._coefficient, self._loss_scale, self._device = coefficient, loss_scale, model.device
         routers = find_routers(model)
         self._num_layers = len(routers)
@@ -74,8 +74,8 @@ class Routing:
         first_N, size_N, share_N = self._documents
         with torch.no_grad():
             probs_NE = logits.flatten(0, -2).float().softmax(-1)
-            top_Nk = probs_NE.topk(self._each, -1).indices
-            chosen_NE = torch.zeros_like(probs_NE).scatter_(-1, top_Nk, 1.0) * (size_N > 0).unsqueeze(-1)
+            chosen_Nk = chosen.reshape(len(probs_NE), -1)
+            chosen_NE = torch.zeros_like(probs_NE).scatter_(-1, chosen_Nk, 1.0) * (size_N > 0).unsqueeze(-1)
             self._counts_LE[number] += chosen_NE.sum(0)
             loads_NE = torch.zeros_like(probs_NE).index_add_(0, first_N, chosen_NE)[first_N]
             loads_NE /= size_N.clamp(min=1).unsqueeze(-1)

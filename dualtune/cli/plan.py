@@ -159,5 +159,6 @@ def _row(saving: Saving) -> tuple[str, str, str, str]:
 
 def _phase(part: str) -> str:
     """Say when in a step a part of the estimate is in memory."""
-    always = ("weights", "adapter", "optimizer", "reserve")
-    return "always" if part in always else "forward to backward" if part == "activations" else "at the peak"
+    from dualtune.train.memory import ALWAYS
+
+    return "always" if part in ALWAYS else "forward to backward" if part == "activations" else "at the peak"

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,7 +28,7 @@ TINKER_KEY = "tml-"  # the client refuses a key that does not begin so
 USUAL_PROMPT = 32_768  # tokens, for a model whose config states no length
 # Options that only one of the two has.
 ANSWERING = {"adapters": "--adapter", "no_system": "--no-system", "template": "--template",
-             "max_prompt": "--max-prompt", "time_limit": "--time-limit"}  # fmt: skip
+             "max_prompt": "--max-prompt", "max_num_seqs": "--max-num-seqs", "time_limit": "--time-limit"}  # fmt: skip
 TRAINING = {"runs_dir": "--runs", "seed": "--seed", "session_timeout": "--session-timeout"}
 
 
@@ -68,6 +69,10 @@ TRAINING = {"runs_dir": "--runs", "seed": "--seed", "session_timeout": "--sessio
     help="Maximum number of tokens per prompt. Default: the context length of the model.",
 )  # fmt: skip
 @click.option(
+    "--max-num-seqs", type=click.IntRange(min=1), default=64, show_default=True,
+    help="Maximum number of requests answered at once, fewer where memory is short; 1: one after another.",
+)  # fmt: skip
+@click.option(
     "--queue",
     type=click.IntRange(min=1),
     help="Maximum number of waiting requests.  [default: 128; with --train 2000]",
@@ -82,13 +87,13 @@ TRAINING = {"runs_dir": "--runs", "seed": "--seed", "session_timeout": "--sessio
 def command(
     context: click.Context, model: str | None, train: bool, runs_dir: Path, seed: int | None, session_timeout: float,
     adapters: tuple[str, ...], host: str, port: int, no_system: bool, template: str, max_tokens: int | None,
-    max_prompt: int | None, queue: int | None, time_limit: float, quiet: bool, form: ModelForm,
+    max_prompt: int | None, max_num_seqs: int, queue: int | None, time_limit: float, quiet: bool, form: ModelForm,
 ) -> None:  # fmt: skip
     """Serve MODEL (a directory or a hub id) and its adapters at /v1/chat/completions, /v1/completions and /v1/models.
 
     The default of MODEL is the base that the adapters name. Clients that ask for the model "base" get it without an
-    adapter. Requests are answered one at a time; the others wait. A --host other than the default needs a key in
-    DUALTUNE_API_KEY, which clients must send; nothing is encrypted.
+    adapter. Requests that come at the same time are answered in one batch, whichever adapters they name. A --host other
+    than the default needs a key in DUALTUNE_API_KEY, which clients must send; nothing is encrypted.
 
     With --train, programs that use the package tinker train adapters of MODEL here (docs/tinker.md).
     """
@@ -102,31 +107,37 @@ def command(
     else:
         _serve_answers(
             model, adapters, host, port, key, tell, form, no_system=no_system, template=template,
-            max_tokens=max_tokens or 2048, max_prompt=max_prompt, queue=queue or 128, time_limit=time_limit,
+            max_tokens=max_tokens or 2048, max_prompt=max_prompt, max_num_seqs=max_num_seqs,
+            queue=queue or 128, time_limit=time_limit,
         )  # fmt: skip
 
 
 @interrupt.handled(interrupt.TERMINATION, interrupt.always)  # not Ctrl-C, the normal way to stop
 def _serve_answers(
     model: str | None, adapters: tuple[str, ...], host: str, port: int, key: str | None, tell: Callable[[str], None],
-    form: ModelForm, *, no_system: bool, template: str, max_tokens: int, max_prompt: int | None, queue: int,
-    time_limit: float,
+    form: ModelForm, *, no_system: bool, template: str, max_tokens: int, max_prompt: int | None, max_num_seqs: int,
+    queue: int, time_limit: float,
 ) -> None:  # fmt: skip
+    from dualtune.engine.memory.serving import bank_numbers, cache_tokens
     from dualtune.model.base_model import resolve_model
     from dualtune.model.config_file import longest_text, read_config
     from dualtune.use.chat import BASE
-    from dualtune.use.serve.answers import Answers
+    from dualtune.use.serve.answers import AT_ONCE, Answers
     from dualtune.use.serve.server import CompletionServer
 
     directories = named_directories(adapters)
     model = base_of(model, [*directories.values()])
     adapter_set, backend = load_adapters(model, directories, form, template)
     # A prompt that is longer than the model's context is refused, not cut.
-    longest = max_prompt or longest_text(read_config(resolve_model(model, weights=False))) or USUAL_PROMPT
+    config, dtype = read_config(resolve_model(model, weights=False)), adapter_set.engine.description.dtype
+    longest, memory = max_prompt or longest_text(config) or USUAL_PROMPT, backend.memory()
+    tokens = cache_tokens(config, dtype, memory)
     answers = Answers(
         adapter_set, max_tokens=max_tokens, max_prompt=longest, max_waiting=queue, time_limit_s=time_limit,
-        is_fatal=backend.is_device_fault,
+        is_fatal=backend.is_device_fault, is_shortage=backend.is_out_of_memory,
         systems=system_messages(None, directories, no_system=no_system) | {BASE: None},
+        bounds=replace(AT_ONCE, rows=max_num_seqs, tokens=AT_ONCE.tokens if tokens is None else tokens),
+        bank_numbers=bank_numbers(dtype, memory), tell=tell,
     )  # fmt: skip
     server = _opened(host, port, lambda: CompletionServer(host, port, answers, key=key, tell=tell))
     _run(server, f"{', '.join(answers.names)} at {_address(host, server)}/v1", answers.answer_next)
@@ -147,7 +158,7 @@ def _serve_training(
     with interrupt.handled(interrupt.TERMINATION, interrupt.always), phases(err=True) as shown:
         backend = form.backend()
         shown.begin("loading", "the model")
-        trainer = TrainingHost(backend, model, runs_dir, dtype=form.dtype, quantization=form.quantization)
+        trainer = TrainingHost(backend, model, runs_dir, dtype=form.dtype, quantization=form.quantization, tell=_tell)
         interrupt.poll()
     service = TrainingService(
         trainer, max_waiting=queue, max_tokens=max_tokens, timeout_s=session_timeout, say=_tell,

@@ -17,9 +17,11 @@ from dualtune.base.text import closest, did_you_mean
 from dualtune.config.combinations import impossible_pairs, with_train_keys
 from dualtune.config.data_section import DataConfig
 from dualtune.config.values import (
+    BASE_TEACHER,
     DEFAULT_TOP_K,
     ON_POLICY,
     RULES,
+    SELF_TEACHER,
     Alphas,
     Arguments,
     Count,
@@ -179,8 +181,8 @@ class TrainConfig(Section):
     """The share of the mean over the whole vocabulary in the loss of a target, in training with train.objective: sft;
     evaluations have none."""
     router_aux_loss_coef: NotNegative | None = None
-    """How much the loss counts that spreads the tokens of each document over the experts of a mixture, in training with
-    train.objective: sft; with 0 the metrics only say what its routers do, with null not even that."""
+    """How much the loss counts that spreads the tokens of each document over the experts of a mixture, in training;
+    with 0 the metrics only say what its routers do, with null not even that."""
     policy: Literal["auto"] | Name = "auto"
     """What decides each step: auto as hybrid.enabled says, else the name of an installed step policy."""
     objective: (
@@ -268,6 +270,11 @@ class DistillConfig(Section):
     def is_served(self) -> bool:
         """Whether the teacher is on a server."""
         return self.teacher is not None and self.teacher.startswith(("http://", "https://"))
+
+    @property
+    def loads_model(self) -> bool:
+        """Whether the teacher is another model, which is loaded beside the run's own."""
+        return self.teacher not in (None, BASE_TEACHER, SELF_TEACHER) and not self.is_served
 
     @property
     def has_context(self) -> bool:

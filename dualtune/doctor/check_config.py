@@ -15,7 +15,6 @@ from dualtune.config import Config, load_config
 from dualtune.config.combinations import PREFERENCE_KEYS
 from dualtune.config.rates import far_rate, usual_rate
 from dualtune.config.schema import AdapterConfig
-from dualtune.config.values import BASE_TEACHER, SELF_TEACHER
 from dualtune.doctor.check_config_data import check_sources, step_rows, steps_of_run, typical_step, with_lengths_of
 from dualtune.doctor.check_config_model import (
     activation_cache_rows,
@@ -45,7 +44,7 @@ from dualtune.model.methods import INITS
 from dualtune.model.optimizer import OPTIMIZERS, OptimizerName
 from dualtune.model.targets import ALL_LAYERS
 from dualtune.train.comparison import configured_objective
-from dualtune.train.memory import as_teacher
+from dualtune.train.memory import as_teacher, weights_of_teacher
 from dualtune.train.policies import policy_of
 from dualtune.train.prepare import start_of, state_of_start, with_adapter_of
 from dualtune.train.sampling_cost import samples_of, sampling_cost
@@ -54,6 +53,9 @@ from dualtune.train.state.run_dir import RunDir, check_usable, is_run_dir, path_
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Whether a config fits into the memory of a machine, and what to change if not.
+
+
+TEACHER_KEY = "distill.teacher"
 
 
 def memory_row(plan: MemoryPlan) -> Check:
@@ -74,7 +76,14 @@ def plan_memory(
     if decoder is None:
         raise EnvironmentFault(reason)
     has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
-    return plan_of(config, decoder, choice.backend, kind, has, evaluated)
+    teacher = _teacher(config, choice.backend)
+    beside = teacher and weights_of_teacher(config, teacher, choice.backend, kind)
+    return plan_of(config, decoder, choice.backend, kind, has, evaluated, beside)
+
+
+def _teacher(config: Config, backend: str) -> Shape | None:
+    """Return the shape of a teacher that is loaded beside, None without one; otherwise as `decoder_to_plan`."""
+    return decoder_to_plan(as_teacher(config), backend, TEACHER_KEY) if config.distill.loads_model else None
 
 
 def _planned_kind(choice: PlatformChoice, machine: Machine) -> str:
@@ -148,6 +157,11 @@ def check_config(
     # The tokenizer is the model's, the data are tokenized with it, and the steps follow from their lengths.
     model, rows = find_model(config)
     report.checks += rows
+    if config.distill.loads_model:
+        _, found = find_model(as_teacher(config), TEACHER_KEY)
+        report.checks += [
+            replace(row, name="teacher" if row.name == "model" else f"teacher {row.name}") for row in found
+        ]
     tokenizer, row = load_tokenizer(config, model)
     report.checks += [row, *stop_rows(config, model, tokenizer), length_row(config, model)]
     rows, samples = check_sources(config, tokenizer)
@@ -164,10 +178,10 @@ def check_config(
             steps, evaluated = with_lengths_of(config, samples)
             report.memory = plan_memory(steps, evaluated, (decoder, reason), choice, machine)
             report.checks.append(memory_row(report.memory))
-        except ConfigError as error:  # targets or layers that the model does not have
-            report.checks.append(failure("memory", error))
         except EnvironmentFault as error:
             report.checks.append(Check("memory", "skipped", str(error)))
+        except DualtuneError as error:  # targets or layers that the model does not have
+            report.checks.append(failure("memory", error))
         if report.memory is not None:
             limits = published(machine)
             documents, num_steps = typical_step(config, samples), steps_of_run(config, samples)
@@ -295,19 +309,14 @@ def _backend_rows(config: Config, choice: PlatformChoice, device: str, *, is_her
 def teacher_of(config: Config, plan: MemoryPlan) -> tuple[Shape, Ask] | None:
     """Return the shape of a teacher that answers on the run's device, as it is loaded; None without one.
 
-    And for a model whose shape is not known here.
+    Of the config of a plan: so the shape of another model is known.
     """
     settings, ask = config.distill, plan.ask
     if settings.teacher is None or settings.is_served:
         return None
-    if settings.teacher in (BASE_TEACHER, SELF_TEACHER):
-        return plan.decoder, replace(ask, compares=False, kernels="auto")
-    loaded = as_teacher(config)
-    decoder, _ = shape_of(find_model(loaded)[0], loaded.model.name, ask.backend)
-    try:
-        return None if decoder is None else (decoder, ask_of(loaded, decoder, ask.backend, ask.device))
-    except ConfigError:
-        return None
+    if (shape := _teacher(config, ask.backend)) is None:
+        return plan.decoder, replace(ask, compares=False, kernels="auto", teacher=None)
+    return shape, ask_of(as_teacher(config), shape, ask.backend, ask.device)
 
 
 def _time_row(

@@ -44,15 +44,18 @@ class BaseModel:
     fault: DualtuneError | None = None  # why its files cannot be used
 
 
-def find_model(config: Config) -> tuple[BaseModel, list[Check]]:
-    """Find the model in a directory, in the hub cache or among the published shapes. Nothing is downloaded."""
+def find_model(config: Config, key: str = "model.name") -> tuple[BaseModel, list[Check]]:
+    """Find the model in a directory, in the hub cache or among the published shapes. Nothing is downloaded.
+
+    `key`: that names it.
+    """
     name = config.model.name
     directory = local_model(name)
     if directory is not None and (is_here(name) or (directory / "config.json").is_file()):
         return _on_this_machine(config, directory)
     if not is_hub_name(name) or Path(name).exists():
         text = f"there is no model directory {expanded(name)}"
-        return BaseModel(None, None), [_fails("model", text, "Set model.name to a directory or a hub id")]
+        return BaseModel(None, None), [_fails("model", text, f"Set {key} to a directory or a hub id")]
     if (shape := published(name)) is not None:
         text = f"{name}: not downloaded yet; its shape is known"
         return BaseModel(None, shape), [Check("model", "ok", text), *_architecture(shape)]
@@ -103,14 +106,17 @@ def shape_of(model: BaseModel, name: str, backend: str) -> tuple[Shape | None, s
         return None, f"there is no formula for this model: {error}"
 
 
-def decoder_to_plan(config: Config, backend: str) -> Shape:
-    """Return the shape of a config's model for a backend. EnvironmentFault if it is not known; FormatError: damaged."""
-    model, _ = find_model(config)
+def decoder_to_plan(config: Config, backend: str, key: str = "model.name") -> Shape:
+    """Return the shape of a config's model for a backend. EnvironmentFault if it is not known; FormatError: damaged.
+
+    `key`: that names it.
+    """
+    model, _ = find_model(config, key)
     if model.fault is not None:
         raise model.fault
     decoder, reason = shape_of(model, config.model.name, backend)
     if decoder is None:
-        raise EnvironmentFault(f"model.name: {config.model.name}: {reason}")
+        raise EnvironmentFault(f"{key}: {config.model.name}: {reason}")
     return decoder
 
 

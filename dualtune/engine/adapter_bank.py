@@ -34,18 +34,24 @@ TRIAL_SIZE = 0.3  # of what the adapters of a trial add to a layer, beside its i
 LARGEST = 6e4  # a number of A or of scale · B: one that float16 does not hold would reach the rows of others
 
 
-def is_bankable(spec: AdapterSpec, tensors: Tensors) -> bool:
-    """Return whether an adapter can be one of several in a batch.
+def why_not_bankable(spec: AdapterSpec, tensors: Tensors) -> str | None:
+    """Return why an adapter cannot be one of several in a batch; None: it can.
 
     It adds a product to each of its layers, and nothing else; none of them is an expert or a router, which sees the
     tokens of a batch in another order; and its numbers can be in the products of other rows, which are dropped.
     """
-    return spec.layer == "lora" and all(
-        (parsed := parse_name(name)) is not None
-        and not (is_expert(parsed[0]) or is_in_router(parsed[0]))
-        and max(tensor.max(), -tensor.min()) * (abs(spec.scale_of(parsed[0])) if parsed[1] == "B" else 1.0) <= LARGEST
-        for name, tensor in tensors.items()
-    )  # NaN is not
+    if spec.layer != "lora":
+        return f"its layers ({spec.layer}) add more than a product"
+    for name, tensor in tensors.items():
+        parsed = parse_name(name)
+        if parsed is None:
+            return f"it trains {name} of the base itself"
+        if is_expert(parsed[0]) or is_in_router(parsed[0]):
+            return f"it adapts {parsed[0]}, an expert or a router"
+        scale = abs(spec.scale_of(parsed[0])) if parsed[1] == "B" else 1.0
+        if not max(tensor.max(), -tensor.min()) * scale <= LARGEST:  # it may be NaN
+            return f"{name} has numbers that float16 does not hold"
+    return None
 
 
 def bank_batches(
@@ -57,7 +63,7 @@ def bank_batches(
     """
     banks, alone, ranks, numbers = list[list[int]](), list[int](), 0, 0
     for i, adapter in enumerate(adapters):
-        if adapter is None or not is_bankable(*adapter):
+        if adapter is None or why_not_bankable(*adapter):
             alone.append(i)
             continue
         own_rank = max(max(AdapterBank([adapter]).ranks.values(), default=(0,)))
@@ -77,7 +83,7 @@ class AdapterBank:
     """Plain LoRA adapters of one base by number, in the form of files; copied only where it is read."""
 
     def __init__(self, adapters: Sequence[tuple[AdapterSpec, Tensors]]) -> None:
-        """Each with its tensors by canonical names, and `is_bankable`."""
+        """Each with its tensors by canonical names, which nothing keeps out of a bank."""
         self._adapters = adapters
 
     @classmethod

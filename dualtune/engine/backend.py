@@ -78,6 +78,9 @@ class Batch:
     parents_BT: np.ndarray | None = None
     # Every log p of these tokens, and so their loss, is that of softmax(logits / temperature).
     temperature: float = 1.0
+    # float32 [B, T], the weights of targets in the loss of `dualtune.engine.routing`, where those of the labels are an
+    # objective's slopes; None: those of the labels.
+    routing_weights_BT: np.ndarray | None = None
 
     @property
     def is_target_BT(self) -> np.ndarray:
@@ -119,12 +122,20 @@ class Batch:
 
 
 def with_weights(batch: Batch, weights_BT: np.ndarray) -> Batch:
-    """Return a micro-batch with these loss weights, without the labels that have none."""
+    """Return a micro-batch with these loss weights, without the labels that have none. Routers keep those it had."""
     has_weight_BT = weights_BT != 0
     if has_weight_BT.ndim == 3:  # of several labels, all or none are there
         has_weight_BT = np.broadcast_to(has_weight_BT.any(-1, keepdims=True), weights_BT.shape)
     labels_BT = np.where(has_weight_BT, batch.labels_BT, IGNORE_INDEX)
-    return replace(batch, labels_BT=labels_BT, weights_BT=weights_BT)
+    return replace(batch, labels_BT=labels_BT, weights_BT=weights_BT, routing_weights_BT=routing_weights(batch))
+
+
+def routing_weights(batch: Batch) -> np.ndarray:
+    """Return the weights by which the targets of a micro-batch count in the loss of its routers, float32 [B, T]."""
+    if batch.routing_weights_BT is not None:
+        return batch.routing_weights_BT
+    weights_BT = batch.target_weights_BT
+    return batch.is_target_BT.astype(np.float32) if weights_BT is None else weights_BT
 
 
 class CannotShare(Exception):

@@ -6,10 +6,13 @@ token, where all experts get the same, and f, which has no slope, is a constant 
 
 A step's gradient must not depend on how its documents lie in micro-batches, and f of all of them is only known after
 the last one. So f and P are those of a document, as in the sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437, eq. 17
-to 20), and the loss of a step is their mean, over the layers and over the documents, each by the weight of its targets,
-whose sum is the divisor of the loss of sft:
+to 20), and the loss of a step is their mean, over the layers and over the documents, each by the weight of its targets:
 
     aux = Σ_documents weight / divisor · 1/L Σ_layers E · Σ_experts f · P
+
+The divisor is the sum of these weights over the step, as of the loss of sft. An objective that weighs targets by slopes
+of its own balances the documents that have a gradient as sft would: both answers of a pair, the samples of a group that
+have an advantage (`Batch.routing_weights_BT`).
 
 Of one document and one layer it is transformers' `load_balancing_loss_func`. That pools the counts of all layers before
 it multiplies, so that the excess of an expert in one layer hides the lack of the same number in another.
@@ -31,15 +34,17 @@ from typing import Any, NamedTuple, SupportsFloat
 import numpy as np
 
 from dualtune.base.errors import ConfigError
-from dualtune.engine.backend import Batch, CannotShare
+from dualtune.engine.backend import Batch, CannotShare, routing_weights
 from dualtune.model.config_file import decoder_table
 
 KEY = "train.router_aux_loss_coef"
-# Families whose routers send a token to the k experts with the largest logits, and weigh them by the softmax.
+NEEDS_WHOLE_DOCUMENTS = f"the load of experts is that of whole documents ({KEY})"
+# Families whose routers send a token to the k experts with the largest logits, or of ERNIE 4.5 with the largest sums of
+# softmax and correction, and weigh them by the softmax.
 FAMILIES = frozenset(
     {
-        "gpt_oss", "granitemoe", "jamba", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
-        "qwen3_next",
+        "ernie4_5_moe", "flex_olmo", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "jamba", "mellum",
+        "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text",
     }
 )  # fmt: skip
 # The keys of a step's row in metrics.jsonl: the loss without its coefficient; the share of a layer's tokens that its
@@ -51,7 +56,8 @@ def experts_of_token(config: Mapping[str, Any], coefficient: float) -> int:
     """Return k of a model. ConfigError if its experts cannot be balanced by the loss above."""
     table = decoder_table(config)
     family = str(table.get("model_type"))
-    if family in FAMILIES and type(each := table.get("num_experts_per_tok")) is int:
+    each = table.get("moe_k" if family == "ernie4_5_moe" else "num_experts_per_tok")
+    if family in FAMILIES and type(each) is int:
         return each
     is_mixture = any("experts" in key and isinstance(n, int) and n > 1 for key, n in table.items())
     why = "is no mixture of experts"
@@ -76,14 +82,13 @@ class DocumentShares(NamedTuple):
 def document_shares(batch: Batch, divisor: float) -> DocumentShares:
     """Return what the loss needs to know of a micro-batch, of whose step `divisor` is the weight of all targets."""
     if batch.parents_BT is not None:
-        raise CannotShare(f"the load of experts is that of whole documents ({KEY})")
-    segments_BT, weights_BT = batch.segments_BT, batch.target_weights_BT
-    weights_BT = batch.is_target_BT if weights_BT is None else weights_BT
+        raise CannotShare(NEEDS_WHOLE_DOCUMENTS)
+    segments_BT = batch.segments_BT
     is_first_BT = np.diff(segments_BT, axis=1, prepend=-1) != 0
     number_N = np.cumsum(is_first_BT.ravel()) - 1  # of the document, or of the padding of a row
     is_token_N = segments_BT.ravel() > 0
     sizes = np.bincount(number_N, is_token_N)
-    weights = np.bincount(number_N, weights_BT.ravel())
+    weights = np.bincount(number_N, routing_weights(batch).ravel())
     first_N = np.where(is_token_N, np.flatnonzero(is_first_BT)[number_N], np.arange(number_N.size))
     share = weights / np.maximum(sizes, 1) / divisor
     return DocumentShares(

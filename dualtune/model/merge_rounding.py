@@ -38,12 +38,17 @@ def pieces(count: int, size: int) -> Iterator[slice]:
     yield from (slice(start, start + many) for start in range(0, count, many))
 
 
-def check_plain(module: str, *, is_plain: bool) -> None:
-    """Raise ConfigError for a layer whose weight is packed."""
+def check_plain(module: str, merge_for: MergeFor, *, is_plain: bool) -> None:
+    """Raise ConfigError for a layer whose weight is packed.
+
+    Its numbers are not those of the base that an export merges into: training would see the rounding of another merge.
+    """
     if not is_plain:
         raise ConfigError(
-            f"adapter.merge_for: the base is quantized ({module}), but adapters are merged into plain ones. Load it "
-            "with model.quantization: none"
+            f"adapter.merge_for: got {merge_for}, but the base is quantized ({module}). An export rounds the merge "
+            "with the plain base, whose numbers a quantized one has lost, so training would see another rounding. Load "
+            "the plain base with model.quantization: none, or instead of quantized files the model that they were made "
+            "from; or set adapter.merge_for: none, and use the adapter beside the quantized base"
         )
 
 

@@ -8,7 +8,7 @@ a model holds only one text, the rows follow each other.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,19 +36,23 @@ class Bounds:
 
     rows: int = MOST_ROWS
     tokens: int = MOST_TOKENS  # rows times the most tokens that one of them may have at its end
+    entering: int = MOST_TOKENS  # of the texts of rows that enter together, which are computed at once
+    least_share: float = 0.25  # of the rows that enter together, while others wait
 
     def take(self, waiting: deque[PromptedRow], active: Sequence[PromptedRow]) -> list[PromptedRow]:
-        """Take the rows that enter now, in their order: none while they are less than a quarter.
+        """Take the rows that enter now, in their order: none while they are too small a share.
 
         Each time that rows enter, the cache of the others is copied.
         """
-        entering, longest = list[PromptedRow](), max((row.most_tokens for row in active), default=0)
+        entering, longest, widest = list[PromptedRow](), max((row.most_tokens for row in active), default=0), 0
         while waiting and (count := len(active) + len(entering) + 1) <= self.rows:
             longest = max(longest, waiting[0].most_tokens)
-            if count > 1 and count * longest > self.tokens:
+            widest = max(widest, waiting[0].num_tokens)
+            is_large = count * longest > self.tokens or (entering and (len(entering) + 1) * widest > self.entering)
+            if count > 1 and is_large:
                 break
             entering.append(waiting.popleft())
-        if active and waiting and 4 * len(entering) < len(active) + len(entering):
+        if active and waiting and len(entering) < self.least_share * (len(active) + len(entering)):
             waiting.extendleft(reversed(entering))
             return []
         return entering
@@ -70,9 +74,8 @@ class PromptedRow:
     adapter: int = NO_ADAPTER  # its number in the bank, where the rows of a batch have several
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether each token is the most probable one, and nothing else is asked for."""
-        return self.choose.sampling.temperature == 0 and self.choose.logprobs is None
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.tokens)
 
     @property
     def most_tokens(self) -> int:
@@ -238,8 +241,7 @@ def _continued(
     model: LoadedModel, rows: Sequence[PromptedRow], bounds: Bounds | None,
     is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object],
 ) -> Iterator[tuple[PromptedRow, Continuation]]:  # fmt: skip
-    stop_ids = model.tokenizer.stop_ids if all(row.is_greedy for row in rows) else None
-    for row in ended_rows(model.engine, rows, bounds or Bounds(), stop_ids, is_shortage, tell):
+    for row in ended_rows(model.engine, rows, bounds or Bounds(), is_shortage, tell):
         interrupt.poll()
         text = _text(model, row.prompt, row.tokens)
         if stop := model.tokenizer.stop_text:
@@ -249,10 +251,10 @@ def _continued(
 
 
 def ended_rows(
-    engine: Engine, rows: Sequence[PromptedRow], bounds: Bounds, stop_ids: frozenset[int] | None,
-    is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object], bank: AdapterBank | None = None,
+    engine: Engine, rows: Sequence[PromptedRow], bounds: Bounds, is_shortage: Callable[[BaseException], bool],
+    tell: Callable[[str], object], bank: AdapterBank | None = None,
 ) -> Iterator[PromptedRow]:  # fmt: skip
-    """Yield each row when it has ended. `stop_ids`, for greedy answers only: then no logits leave the device.
+    """Yield each row when it has ended.
 
     With a bank each row has its own adapter. CannotBatch, before the first row, if the engine cannot do that.
     """
@@ -268,7 +270,7 @@ def ended_rows(
         if len(rows) > 1:
             tell(f"answers one by one: {reason}")
     else:
-        yield from _together(engine, rows, bounds, stop_ids, is_shortage, tell, bank)
+        yield from RowBatch(engine, bounds, is_shortage, tell, bank).ended(rows)
         return
     for row in rows:
         for token in engine.generate(row.prompt, choose=row.choose):
@@ -279,44 +281,69 @@ def ended_rows(
         yield row
 
 
-def _together(
-    engine: Engine, rows: Sequence[PromptedRow], bounds: Bounds, stop_ids: frozenset[int] | None,
-    is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object], bank: AdapterBank | None,
-) -> Iterator[PromptedRow]:  # fmt: skip
-    """Yield the rows that have ended, after each token.
+class RowBatch:
+    """Rows that are continued together: those that wait enter where there is room, and all leave when they have ended.
 
-    Rows that enter get their first token while the others wait. A row can enter again, with the tokens that it has.
+    A row can enter again, with the tokens that it has. As long as it is kept, its adapters are on the device.
     """
-    decoding, waiting = _decoding(engine, bank), deque(rows)
-    active: list[PromptedRow] = []
-    while waiting or active:
-        interrupt.poll()
-        entering = bounds.take(waiting, active)
-        active += entering
+
+    def __init__(
+        self, engine: Engine, bounds: Bounds, is_shortage: Callable[[BaseException], bool],
+        tell: Callable[[str], object], bank: AdapterBank | None = None,
+    ) -> None:  # fmt: skip
+        self.bank, self._engine, self._bounds, self._most = bank, engine, bounds, bounds
+        self._is_shortage, self._tell = is_shortage, tell
+        self.waiting, self.active = deque[PromptedRow](), list[PromptedRow]()
+        self._decoding = self._begin()
+        self._is_their_turn = False  # of the rows that have waited while others entered
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.waiting or self.active)
+
+    def ended(self, rows: Iterable[PromptedRow]) -> Iterator[PromptedRow]:
+        """Continue rows, and yield each when it has ended."""
+        self.waiting.extend(rows)
+        while not self.is_empty:
+            interrupt.poll()
+            yield from self.step()
+
+    def step(self) -> list[PromptedRow]:
+        """Append a token to each row that enters, or to all if none does. Return the rows that have ended."""
+        entering = [] if self._is_their_turn else self._bounds.take(self.waiting, self.active)
+        self._is_their_turn = bool(entering and self.active)
+        self.active += entering
         try:
-            chosen = _step(decoding, active, entering, stop_ids)
+            chosen = _next_tokens(self._decoding, self.active, entering)
         except Exception as error:
-            if not is_shortage(error) or len(active) == 1:
+            if not self._is_shortage(error) or len(self.active) == 1:
                 raise
             chosen = None
         # Outside of the block, where the traceback holds no memory any more: the same rows enter a smaller batch.
         if chosen is None:
-            bounds = replace(bounds, rows=len(active) // 2)
-            tell(f"memory ran out with {len(active)} answers at once; {bounds.rows} from here on")
-            waiting.extendleft(reversed(active))
-            del decoding
-            active = []
-            engine.discard()
-            decoding = _decoding(engine, bank)
-            continue
-        # Rows that have ended leave the cache before the caller, who may take long, gets them.
-        for row, token in zip(entering or active, chosen, strict=True):
+            self._halve()
+            return []
+        for row, token in zip(entering or self.active, chosen, strict=True):
             row.append(token)
-        staying = _staying(active)
-        if len(staying) < len(active):
-            decoding.leave(staying)
-        yield from (row for row in active if row.has_ended)
-        active = [active[i] for i in staying]
+        ended, staying = [row for row in self.active if row.has_ended], _staying(self.active)
+        if ended:
+            self._decoding.leave(staying)
+        self.active = [self.active[i] for i in staying]
+        if self.is_empty:  # what comes next may be shorter than what was too long for memory
+            self._bounds = self._most
+        return ended
+
+    def _halve(self) -> None:
+        self._bounds = replace(self._bounds, rows=len(self.active) // 2)
+        self._tell(f"memory ran out with {len(self.active)} answers at once; {self._bounds.rows} from here on")
+        self.waiting.extendleft(reversed(self.active))
+        self.active, self._is_their_turn = [], False
+        del self._decoding
+        self._engine.discard()
+        self._decoding = self._begin()
+
+    def _begin(self) -> Decoding:
+        return self._engine.decoding() if self.bank is None else self._engine.decoding(self.bank)
 
 
 def _staying(active: Sequence[PromptedRow]) -> list[int]:
@@ -326,19 +353,21 @@ def _staying(active: Sequence[PromptedRow]) -> list[int]:
     return [last.pop() if active[i].has_ended else i for i in range(count)]
 
 
-def _step(
-    decoding: Decoding, active: Sequence[PromptedRow], entering: Sequence[PromptedRow], stop_ids: frozenset[int] | None
+def _next_tokens(
+    decoding: Decoding, active: Sequence[PromptedRow], entering: Sequence[PromptedRow]
 ) -> list[int | None]:
     """Return the next token of each row that enters, or of each active one if none does; None where the row ends."""
+    rows = entering or active
     if entering:
         logits = _enter(decoding, entering)
     else:
         logits = decoding.advance(np.array([row.tokens[-1] for row in active], np.int32))
-    if stop_ids is None:
-        return choose_all([row.choose for row in entering or active], logits)
+    if not all(row.choose.is_greedy for row in rows):
+        return choose_all([row.choose for row in rows], logits)
+    # No logits leave the device.
     is_last = all(len(row.tokens) + 1 == row.limit for row in active)
     tokens_B = logits.most_probable(is_last=is_last)
-    return [None if token in stop_ids else token for token in tokens_B.tolist()]
+    return [row.choose.greedy(token) for row, token in zip(rows, tokens_B.tolist(), strict=True)]
 
 
 def _enter(decoding: Decoding, rows: Sequence[PromptedRow]) -> NextLogits:
@@ -354,10 +383,6 @@ def _enter(decoding: Decoding, rows: Sequence[PromptedRow]) -> NextLogits:
         text_of.append(number)
     options: dict[str, Any] = {} if set(adapters) == {NO_ADAPTER} else {"adapters": adapters}
     return decoding.enter(texts, **options) if len(texts) == len(rows) else decoding.enter(texts, text_of, **options)
-
-
-def _decoding(engine: Engine, bank: AdapterBank | None) -> Decoding:
-    return engine.decoding() if bank is None else engine.decoding(bank)
 
 
 def check_decoding(engine: Engine, prompts: Sequence[np.ndarray], bank: AdapterBank | None = None) -> None:

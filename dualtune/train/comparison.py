@@ -26,7 +26,7 @@ from dualtune.config.combinations import PREFERENCE_KEYS
 from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 from dualtune.data.documents import Documents, Show
 from dualtune.data.tokens.store import forget_unused
-from dualtune.engine.backend import Backend, Batch, Engine
+from dualtune.engine.backend import Backend, Batch, Engine, routing_weights
 from dualtune.model.adapter import Tensors
 from dualtune.train.activation_cache import each_alone, engine_key
 from dualtune.train.evaluation import measure_share, using
@@ -81,16 +81,18 @@ def from_all(team: Team, values: Mapping[int, np.ndarray], counts: Mapping[int, 
     return dict(zip(counts, np.split(team.totals(np.concatenate(mine)), ends), strict=True))
 
 
-def with_slopes(batch: Batch, slopes: Mapping[int, float | np.ndarray]) -> Batch:
+def with_slopes(batch: Batch, slopes: Mapping[int, float | np.ndarray], total_weight: float = 1.0) -> Batch:
     """Return the micro-batch with the weight −slope·w for each target of a document, w its own weight.
 
-    `slopes`: of each document one number, or one for each of its targets.
+    `slopes`: of each document one number, or one for each of its targets. Routers see w / total_weight, the sum of w
+    over the step, because slopes are those of the step's loss as it is.
     """
     factors_BT = np.zeros(batch.labels_BT.shape)
     for document, b, targets_T in _targets(batch):
         factors_BT[b, targets_T] = -slopes[document]
     weights_BT = factors_BT if batch.weights_BT is None else factors_BT * batch.weights_BT
-    return replace(batch, weights_BT=weights_BT.astype(np.float32))
+    routing_BT = (routing_weights(batch) / total_weight).astype(np.float32)
+    return replace(batch, weights_BT=weights_BT.astype(np.float32), routing_weights_BT=routing_BT)
 
 
 def _targets(batch: Batch) -> Iterator[tuple[int, int, np.ndarray]]:

@@ -28,7 +28,7 @@ from dualtune.config import Config
 from dualtune.config.values import ON_POLICY
 from dualtune.data.documents import Documents
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine
+from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine, routing_weights
 from dualtune.train.evaluation import measure_share
 from dualtune.train.hooks import EvalRecord
 from dualtune.train.recovery import Recovery
@@ -279,7 +279,8 @@ class Distillation:
         logq_NK = np.concatenate([own_logq_N1, np.where(is_own_Nk, -np.inf, logprobs_Nk)], axis=-1)
         labels_BTK = np.full((*batch.tokens_BT.shape, labels_NK.shape[-1]), IGNORE_INDEX, np.int32)
         labels_BTK[batch.is_target_BT] = labels_NK
-        return replace(batch, labels_BT=labels_BTK, weights_BT=None), logq_NK
+        labelled = replace(batch, labels_BT=labels_BTK, weights_BT=None, routing_weights_BT=routing_weights(batch))
+        return labelled, logq_NK
 
     def _of_targets(self, batch: Batch, said: Said) -> tuple[np.ndarray, np.ndarray]:
         parts = [said[document] for row in batch.documents for document in row]

@@ -32,6 +32,7 @@ from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import in_names_of
 from dualtune.train.sampling import Chooser, Penalties, Sampling
 
+MOST_DECODED, FEWEST_DECODED = 64, 16  # tokens, of which the last ones are new
 BASE_ONLY = AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=())
 
 
@@ -191,24 +192,50 @@ def stream_text(
     progress = progress or GenerationProgress()
     progress.max_tokens = sampling.max_tokens
     choose = Chooser(sampling, model.tokenizer.stop_ids, penalties=penalties, first=first)
-    ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
-    decode = partial(model.tokenizer.decode, shown=shown) if shown else model.tokenizer.decode
-    before = decode(ids)
-    cut = StopTexts((model.tokenizer.stop_text,) if model.tokenizer.stop_text else ())
+    said = TokenText(model.tokenizer, prompt, shown)
     # Ask for no more than are allowed: each answer of `choose`, also None, takes a forward pass.
     for token in islice(model.engine.generate(prompt, choose=choose, cache=cache), sampling.max_tokens):
         interrupt.poll()
-        ids.append(token)
         progress.num_tokens += 1
-        text = decode(ids)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may need several tokens
-            text = before
-        yield cut.feed(text[len(before) :])
-        before = text
-        if cut.found:
+        yield said.feed(token)
+        if said.is_ended:
             progress.is_ended = True
             return
-    yield cut.feed(decode(ids)[len(before) :]) + cut.rest()
+    yield said.rest()
+
+
+class TokenText:
+    """The text of tokens as they come, which ends before that with which the chat template ends a turn.
+
+    Each token is decoded with a few before it, not with all: a long answer takes no longer for each.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: np.ndarray, shown: frozenset[int] = frozenset()) -> None:
+        """`prompt`: token ids [T] before the text. `shown`: special tokens that are written, not left out."""
+        self._decode = partial(tokenizer.decode, shown=shown) if shown else tokenizer.decode
+        self._ids: list[int] = prompt[-1:].tolist()  # a SentencePiece tokenizer drops the space at the start of a text
+        self._before = self._decode(self._ids)
+        self._cut = StopTexts((tokenizer.stop_text,) if tokenizer.stop_text else ())
+
+    @property
+    def is_ended(self) -> bool:
+        return self._cut.found
+
+    def feed(self, token: int) -> str:
+        """Return what of the text can be passed on with this token."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character may need several tokens
+            return ""
+        piece, self._before = text[len(self._before) :], text
+        if len(self._ids) > MOST_DECODED:
+            self._ids = self._ids[-FEWEST_DECODED:]
+            self._before = self._decode(self._ids)
+        return self._cut.feed(piece)
+
+    def rest(self) -> str:
+        """Return what is left at the end of the tokens."""
+        return self._cut.feed(self._decode(self._ids)[len(self._before) :]) + self._cut.rest()
 
 
 class StopTexts:

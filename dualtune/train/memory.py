@@ -20,8 +20,8 @@ from dualtune.engine.backend import Backend, Engine
 from dualtune.engine.card import ActivationCheckpointing, card_of
 from dualtune.engine.detect import detect
 from dualtune.engine.machine import Budget, budget, within
-from dualtune.engine.memory.counted import shape_from
-from dualtune.engine.memory.estimate import ask_of, checkpointing_of, estimate, padded
+from dualtune.engine.memory.counted import Shape, shape_from
+from dualtune.engine.memory.estimate import MemoryPart, ask_of, checkpointing_of, estimate, padded
 from dualtune.engine.memory.plan import MemoryPlan, plan_of
 from dualtune.engine.memory.shapes import UnknownShape
 from dualtune.model.config_file import read_config
@@ -146,7 +146,8 @@ def suspected(run_dir: RunDir, memory: RunMemory) -> list[str]:
 
 LOOKED_AT = 64  # steps, to see how large their micro-batches are
 RESERVE = "reserve"  # the part of an estimate that is no array, and not in the backend's counter
-ALWAYS = {"weights", "adapter", "optimizer", RESERVE}  # the parts that are there all the time
+TEACHER = "teacher"  # the part of a model that is loaded beside
+ALWAYS = {"weights", "adapter", "optimizer", RESERVE, TEACHER}  # the parts that are there all the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +230,6 @@ def plan_memory(
     device, card = backend.devices()[0], card_of(backend.name)
     name = f"cuda:{device.index}" if device.kind == "cuda" else device.kind
     has = within(budget(detect(), name), config.memory.limit_bytes)
-    if teacher_dir is not None and (beside := _bytes_of_teacher(config, backend, device.kind, teacher_dir)):
-        has = replace(
-            has, bytes=max(0, has.bytes - beside), reason=f"{has.reason}, less {in_bytes(beside)} of the teacher"
-        )
 
     # Without formulas, or the shape that they need, there is no plan, and the reason is shown instead.
     trained = with_real_lengths(config, longest, cells)
@@ -244,11 +241,13 @@ def plan_memory(
     else:
         try:
             decoder = shape_from(read_config(model_dir), backend.name)
+            teacher = teacher_dir and shape_from(read_config(teacher_dir), backend.name)
         except UnknownShape as error:
             memory = replace(memory, why_no_plan=str(error))
         else:
             evaluated = with_real_lengths(config, longest, max(cells, eval_tokens))
-            plan = plan_of(trained, decoder, backend.name, device.kind, has, evaluated)
+            beside = teacher and weights_of_teacher(config, teacher, backend.name, device.kind)
+            plan = plan_of(trained, decoder, backend.name, device.kind, has, evaluated, beside)
             memory = RunMemory(plan.ask.checkpointing, has, plan)
 
     # A limit that the plan exceeds ends the run here. Where the device cannot keep it, the run watches its peak.
@@ -279,15 +278,18 @@ def as_teacher(config: Config) -> Config:
     })  # fmt: skip
 
 
-def _bytes_of_teacher(config: Config, backend: Backend, device: str, directory: Path) -> int:
-    """Return what the weights of the teacher take; 0 where there is no formula for them."""
+def weights_of_teacher(config: Config, shape: Shape, backend: str, device: str) -> MemoryPart:
+    """Return what the weights of the teacher take, a model of this shape that is loaded beside.
+
+    ConfigError for a quantization that the device does not have.
+    """
     loaded = as_teacher(config)
     try:
-        decoder = shape_from(read_config(directory), backend.name)
-        parts = estimate(decoder, ask_of(loaded, decoder, backend.name, device)).parts
-    except (UnknownShape, ConfigError):
-        return 0
-    return sum(part.bytes for part in parts if part.name == "weights")
+        weights = estimate(shape, ask_of(loaded, shape, backend, device)).parts[0]
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.", "distill.teacher_", 1)) from None
+    assert weights.name == "weights"
+    return replace(weights, name=TEACHER, formula=f"{loaded.model.name}: {weights.formula}")
 
 
 def agreed(checkpointing: ActivationCheckpointing, team: Team) -> ActivationCheckpointing:

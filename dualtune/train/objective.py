@@ -131,6 +131,11 @@ def optimizer_spec(config: Config, num_steps: int) -> OptimizerSpec:
     return OptimizerSpec(rule, changes, average, factors)
 
 
+def update_settings(config: Config, num_steps: int) -> dict[str, float | None]:
+    """Return the constants of the updates of a run of `num_steps`: all but the learning rate."""
+    return {**optimizer_spec(config, num_steps).settings, "max_grad_norm": config.train.max_grad_norm}
+
+
 def lora_plus(method: str, ratio: float | None) -> dict[str, float]:
     """Return the learning-rate factors of LoRA+ (Hayou et al., arXiv 2402.12354, equation 6): `ratio` for B.
 

@@ -6,6 +6,7 @@ memory runs out are the collaborators of a `Job`, each in its own file.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ from dualtune.train.hooks import (
     installed_hooks,
 )
 from dualtune.train.hooks import SAMPLES as SAMPLING
+from dualtune.train.in_step import apart
 from dualtune.train.inference import LoadedModel
 from dualtune.train.memory import recovery_of, resume_smaller, suspected
 from dualtune.train.objective import is_due, steps_until_due
@@ -57,7 +59,7 @@ from dualtune.train.result import (
     write_result,
 )
 from dualtune.train.rollouts import RolloutFile
-from dualtune.train.samples import Samples, check_not_sharded
+from dualtune.train.samples import Samples
 from dualtune.train.saver import Saver, check_space
 from dualtune.train.served_teacher import TeacherLost
 from dualtune.train.start import load_comparison, load_engine, log_start, write_records
@@ -412,12 +414,13 @@ def _evaluate_if_due(job: Job, step: int) -> None:
         best = job.guards.state
         text = f"evaluations since the best one (loss {best.best_loss}, step {best.best_step}): {best.evals_since_best}"
         log.event(Event(step, "early_stop", text))
-    # The first process answers the prompts of the config; the others wait for it, however long that takes.
+    # The first process answers the prompts of the config. A stop signal ends the answers in all processes; the next
+    # micro-batch sees it, too.
     if prepared.config.run.sample_prompts:
         job.watchers.enter(step, SAMPLING)
-        with prepared.team.in_turn():
+        with contextlib.suppress(Preempted), apart(job.engine, prepared.team) as engine:
             if job.samples is not None:
-                job.samples.take(step, partial(job.watchers.tell, "on_sample"), log.event)
+                job.samples.take(engine, step, partial(job.watchers.tell, "on_sample"), log.event)
 
 
 def _eval_due(job: Job, step: int) -> bool:
@@ -442,10 +445,7 @@ def _watchers(
 def _samples(prepared: Prepared, engine: Engine, path: Path, first_step: int) -> Samples | None:
     """Return what answers run.sample_prompts, in the first process."""
     files, prompts = prepared.model, prepared.config.run.sample_prompts
-    if not prompts:
-        return None
-    check_not_sharded(engine)  # in all processes: each ends with the error
-    if not prepared.team.is_first:
+    if not prompts or not prepared.team.is_first:
         return None
     model = LoadedModel(engine, files.tokenizer, positions=position_table_size(read_config(files.directory)))
     return Samples(model, prepared.optimizer, prompts, path, first_step, prepared.system_message)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from dualtune.base import interrupt
-from dualtune.base.errors import ConfigError, DataError, Preempted
+from dualtune.base.errors import ConfigError, DataError, PeerLost, Preempted
 from dualtune.base.files import open_own, write_file
 from dualtune.base.untrusted import open_file
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ from dualtune.train.evaluation import using_result
 from dualtune.train.hooks import Event, SampleRecord
 from dualtune.train.inference import LoadedModel
 from dualtune.train.sampling import Sampling
+from dualtune.train.team import PeerFailed
 
 MAX_TOKENS = 64  # of an answer
 MAX_FILE_BYTES = 1 << 26  # that a resumed run reads
@@ -48,15 +50,6 @@ def check_samples(
             raise ConfigError(f"{where}: got {len(ids)} tokens, but this model has {positions} positions. Shorten it")
 
 
-def check_not_sharded(engine: Engine) -> None:
-    """Raise ConfigError if the base is sharded among processes: only the first one answers."""
-    if engine.description.sharding == "full":
-        raise ConfigError(
-            "run.sample_prompts: the base is sharded among the processes, which would have to answer together. Remove "
-            "the prompts, or set memory.sharding to none"
-        )
-
-
 class Samples:
     """Answers the prompts of run.sample_prompts, asked as the rows ask, and keeps the answers in samples.jsonl."""
 
@@ -70,28 +63,33 @@ class Samples:
         self._has_failed = False
         keep_rows(path, first_step)
 
-    def take(self, step: int, tell: Callable[[SampleRecord], None], report: Callable[[Event], None]) -> None:
-        """Answer every prompt. A failure is reported, ends the samples, and not the run.
+    def take(
+        self, engine: Engine, step: int, tell: Callable[[SampleRecord], None], report: Callable[[Event], None]
+    ) -> None:
+        """Answer every prompt with this engine. A failure is reported, ends the samples, and not the run.
 
-        A stop signal ends the answers of this evaluation; the next micro-batch sees it, too.
+        But of a sharded base it ends the run, because the other processes wait for their part of the computation.
         """
         if self._has_failed:
             return
+        model = replace(self._model, engine=engine)
         try:
-            with using_result(self._model.engine, self._optimizer):
+            with using_result(engine, self._optimizer):
                 ids, answers = [ids for _, ids in self._prompts], dict[int, str]()
-                for continued in continue_all(self._model, ids, Sampling(max_tokens=MAX_TOKENS)):
+                for continued in continue_all(model, ids, Sampling(max_tokens=MAX_TOKENS)):
                     answers[continued.number] = continued.text
                 for number, (prompt, _) in enumerate(self._prompts):
                     interrupt.poll()
                     record = SampleRecord(step, prompt, answers[number])
                     self._write(record)
                     tell(record)
-        except Preempted:
-            return
-        except Exception as error:  # noqa: BLE001  a sample is worth less than the run
-            self._has_failed = True
-            self._model.engine.discard()
+        except (Preempted, PeerFailed, PeerLost):
+            raise
+        except Exception as error:
+            if engine.description.sharding == "full":
+                raise
+            self._has_failed = True  # a sample is worth less than the run
+            engine.discard()
             text = f"no samples from here on: {type(error).__name__}: {error}"
             report(Event(step, "samples_failed", text))
 

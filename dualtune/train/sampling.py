@@ -85,6 +85,16 @@ class Chooser:
         self.logprobs: list[float] | None = [] if keeps_logprobs else None
         self.top, self._keeps_top = list[tuple[np.ndarray, np.ndarray]](), keeps_top  # tokens and log p, [k] each
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the most probable one, and nothing else is asked for."""
+        asks = self._penalties or self._begins or self._keeps_top or self.logprobs is not None
+        return self.sampling.temperature == 0 and not asks
+
+    def greedy(self, token: int) -> int | None:
+        """Return the next token id, given the most probable one."""
+        return self._taken(token, math.nan, None)
+
     def __call__(self, logits_V: np.ndarray) -> int | None:
         """Return the next token id for its logits, float32 [V]."""
         if self._produced == self.sampling.max_tokens:

@@ -16,7 +16,7 @@ from dualtune.config import Config, to_yaml
 from dualtune.engine.backend import state_size
 from dualtune.train import memory
 from dualtune.train.hooks import SAVE, Event
-from dualtune.train.objective import is_due, learning_rate, optimizer_spec
+from dualtune.train.objective import is_due, learning_rate, optimizer_spec, update_settings
 from dualtune.train.policies import entry_of
 from dualtune.train.prepare import position_of
 from dualtune.train.state import checkpoint
@@ -42,6 +42,7 @@ class Saver:
         self._fixed: dict[str, Any] = {
             "config": prepared.config.model_dump(mode="json"),
             "fingerprints": prepared.fingerprints,
+            "updates": update_settings(prepared.config, prepared.data.order.num_steps),
         }
         if engine.description.threads is not None:
             self._fixed["threads"] = engine.description.threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from dualtune.base.files import write_file
 from dualtune.config import to_yaml
@@ -10,6 +11,7 @@ from dualtune.config.rates import far_rate
 from dualtune.data.documents import Show
 from dualtune.data.preview import counts
 from dualtune.engine.backend import Engine, LoadRequest, SharedBase
+from dualtune.engine.routing import NEEDS_WHOLE_DOCUMENTS
 from dualtune.model.config_file import ignored_code, read_config
 from dualtune.model.embeddings import untied_head
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
@@ -20,9 +22,10 @@ from dualtune.train.hooks import Event
 from dualtune.train.inference import load_adapter
 from dualtune.train.memory import agreed
 from dualtune.train.model_checks import check_causality, check_packing, why_not_shared
+from dualtune.train.objective import update_settings
 from dualtune.train.prepare import Prepared
 from dualtune.train.served_teacher import same_teacher
-from dualtune.train.state.checkpoint import set_aside
+from dualtune.train.state.checkpoint import Checkpoint, set_aside
 from dualtune.train.state.metrics import Metrics
 from dualtune.train.state.records import environment, start
 from dualtune.train.state.resume import TEACHER_PROBE, table
@@ -80,7 +83,10 @@ def share_beginnings(engine: Engine, prepared: Prepared) -> None:
         parts = [prepared.data.train]
     if not parts:
         return
-    reason = why_not_shared(engine, prepared.backend)
+    if prepared.config.train.router_aux_loss_coef is None:
+        reason = why_not_shared(engine, prepared.backend)
+    else:
+        reason = NEEDS_WHOLE_DOCUMENTS
     if prepared.team.agree(reason is not None):
         reason = reason or "another process cannot compute it once"
     for documents in parts:
@@ -124,6 +130,18 @@ def write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
         write_file(run_dir.path / name, text)
 
 
+def _goes_on_with(begun: Checkpoint, settings: Mapping[str, float | None]) -> str:
+    """Return what is said of an optimizer that another run began, with the constants that are others from now on."""
+    text = f"goes on with the optimizer of {begun.path}, after {begun.optimizer.step} updates"
+    before: Mapping[str, float | None] = begun.state.get("updates", {})
+    changes = [
+        f"{name} {json.dumps(value)} instead of {json.dumps(before[name])}"
+        for name, value in settings.items()
+        if name in before and before[name] != value
+    ]
+    return f"{text}; its constants are others now: {', '.join(changes)}" if changes else text
+
+
 def log_start(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine, naming: Naming | None) -> None:
     """Log as events what existed before the first step. `naming`: of the adapter, with notes."""
     resumed, saved = prepared.resumed, prepared.checkpoint
@@ -136,7 +154,7 @@ def log_start(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine,
     notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
     notes += [note for note in (ignored_code(described), head) if note]
     if (begun := prepared.start_state) is not None:
-        notes.append(f"goes on with the optimizer of {begun.path}, after {begun.optimizer.step} updates")
+        notes.append(_goes_on_with(begun, update_settings(prepared.config, prepared.data.order.num_steps)))
     notes += naming.notes if naming else ()
     if rate := far_rate(prepared.config):
         notes.append(rate)

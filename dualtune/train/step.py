@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from dualtune.data.batches import micro_batches
-from dualtune.engine.backend import Batch, Engine, LossSum, StepOutput
+from dualtune.engine.backend import Batch, Engine, LossSum
 from dualtune.model.adapter import Tensors
 from dualtune.train.comparison import AnswerComparison, answer_sums, at_targets, from_all, with_slopes
 from dualtune.train.distillation import Distillation, Said
@@ -136,14 +136,17 @@ class TrainingStep:
                         self._has_gradient = self._attempt(self._watch(self.batches), add)
                 elif isinstance(samples := self.samples, StepSamples):
                     if (token_slopes := self._slopes_of(samples)) is not None:
-                        add = partial(self._add_sloped, token_slopes)
+                        add = partial(self._add_sloped, token_slopes, weight)
                         self._has_gradient = self._attempt(self._watch(self.batches), add)
                 elif self._comparison is None:
                     add = partial(self.engine.forward_backward, divisor=weight)
                     self._has_gradient = self._attempt(self._watch(self.batches), add)
                 elif (slopes := self._slopes(self._comparison)) is not None:
                     batches = self._trained_batches(self._comparison.objective)
-                    self._has_gradient = self._attempt(self._watch(batches), partial(self._add_sloped, slopes))
+                    if batches is not self.batches:
+                        (weight,) = self._team.total(sum(batch.total_weight for batch in batches))
+                    add = partial(self._add_sloped, slopes, weight)
+                    self._has_gradient = self._attempt(self._watch(batches), add)
 
     def _slopes(self, comparison: AnswerComparison) -> dict[int, float] | None:
         """Return ∂loss/∂(Σ w·log p) of each document of the step. None if memory ran out: try again, smaller."""
@@ -175,8 +178,8 @@ class TrainingStep:
             return self.batches
         return self._prepared.batches(self.index, self._recovery.layout, objective.num_trained)
 
-    def _add_sloped(self, slopes: Mapping[int, float | np.ndarray], batch: Batch) -> None:
-        self.engine.forward_backward(with_slopes(batch, slopes), divisor=1.0)
+    def _add_sloped(self, slopes: Mapping[int, float | np.ndarray], weight: float, batch: Batch) -> None:
+        self.engine.forward_backward(with_slopes(batch, slopes, weight), divisor=1.0)
 
     def _said_by_teacher(self, distillation: Distillation) -> Said | None:
         """Return what the teacher says of the documents of the step. None if memory ran out: try again, smaller."""
@@ -211,7 +214,7 @@ class TrainingStep:
         self._has_gradient = False
         if (distillation := self._prepared.distillation) is not None:
             (rest,) = self._team.total(self._distilled)
-            output = StepOutput(distillation.loss(output.loss, rest), output.grad_norm)
+            output = replace(output, loss=distillation.loss(output.loss, rest))
             if not isinstance(samples := self.samples, TaughtSamples):
                 return Update(output, lr, num_targets, num_tokens)
             samples.settle(self._team)
@@ -219,7 +222,7 @@ class TrainingStep:
         if self._loss is None:
             return Update(output, lr, num_targets, num_tokens)
         # The engine knows the loss as a sum of weighted log-probabilities, which has the gradient but not the value.
-        output = StepOutput(self._loss.value, output.grad_norm)
+        output = replace(output, loss=self._loss.value)
         return Update(output, lr, num_targets, num_tokens, self._loss.metrics)
 
     def batch_loss(self) -> float:

@@ -21,7 +21,7 @@ from dualtune.base.errors import ConfigError, DataError
 from dualtune.base.files import expanded
 from dualtune.config import Config
 from dualtune.config.schema import DistillConfig
-from dualtune.config.values import BASE_TEACHER, ON_POLICY, SELF_TEACHER
+from dualtune.config.values import ON_POLICY, SELF_TEACHER
 from dualtune.data.batches import SequenceLayout, make_batch, micro_batches, share, sizes_of
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
@@ -191,7 +191,7 @@ def configured_teaching(
         return None
     if settings.is_served:
         teacher = ServedTeacher(settings, [tokenizer.encode(text, special=True) for text in PROMPTS])
-    elif settings.teacher in (BASE_TEACHER, SELF_TEACHER):
+    elif not settings.loads_model:
         teacher = OwnTeacher(settings, model_dir)
     else:
         teacher = ModelTeacher(backend, settings, tokenizer)

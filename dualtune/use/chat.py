@@ -46,7 +46,7 @@ class AdapterSet:
         self, models: Mapping[str, LoadedModel], adapters: Mapping[str, Adapter], spec: AdapterSpec | None = None
     ) -> None:
         """`models`, by name: one engine, and the tokenizer of each."""
-        self.models, self.engine = models, models[BASE].engine
+        self.models, self.adapters, self.engine = models, adapters, models[BASE].engine
         self.names = (BASE, *adapters)
         self._caches = {name: GenerationCache() for name in self.names}
         self._tensors: dict[str, Tensors] = {}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+WAIT_S = 180  # after which a process no longer waits for another: what is broken fails, and does not hang
 PROCESS = Path(__file__).with_name("torch_process.py")
 FAULTS = Path(__file__).parents[1] / "faults" / "injection.py"
 
@@ -55,12 +56,13 @@ def start(tmp_path_factory, from_a_server):
         home = tmp_path_factory.mktemp("world")
         with socket.create_server(("127.0.0.1", 0)) as free:
             common = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+        env = {"DUALTUNE_WAIT_S": WAIT_S, **(env or {})}
         running = Running([], [home / f"{rank}.txt" for rank in range(size)])
         started.append(running)
         for rank in range(size):
-            variables = common | {"RANK": rank, "LOCAL_RANK": rank}
+            variables = env | common | {"RANK": rank, "LOCAL_RANK": rank}
             task = {
-                "env": {**os.environ, **(env or {}), **{name: str(value) for name, value in variables.items()}},
+                "env": {**os.environ, **{name: str(value) for name, value in variables.items()}},
                 "arguments": [str(argument) for argument in arguments],
                 "file": file and str(file),
                 "inject": FAULTS.read_text(encoding="utf-8") + (inject or {}).get(rank, ""),

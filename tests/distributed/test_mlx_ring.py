@@ -79,3 +79,4 @@ def test_two_draw_and_learn_what_one_does(results, home):
     alone, together = (load_file(home / f"run-{size}" / "adapter" / "adapter_model.safetensors") for size in (1, 2))
     for name, tensor in alone.items():
         np.testing.assert_allclose(together[name], tensor, atol=RESUMED_LOSS, err_msg=name)
+    assert max(np.abs(tensor).max() for name, tensor in alone.items() if "lora_B" in name) > 100 * RESUMED_LOSS

@@ -14,18 +14,39 @@ from dualtune.train.rewards import JudgedAnswers
 from dualtune.train.team import PeerFailed, Team, Watchdog
 
 
-class ThreadWorld:
-    """Processes that are threads. A gather that is not everybody's is an error, as a real one would hang."""
+class Meetings:
+    """Where threads exchange data. One that ends leaves the others nobody to wait for, where processes would hang."""
 
-    def __init__(self, rank, barrier, slots):
-        self.rank, self.size = rank, len(slots)
-        self._barrier, self._slots = barrier, slots
+    def __init__(self, size):
+        self.size, self._changed = size, threading.Condition()
+        self._number, self._brought, self._found, self._someone_left = 0, {}, [], False
+
+    def meet(self, rank, data):
+        with self._changed:
+            number, self._brought[rank] = self._number, data
+            if len(self._brought) == self.size:
+                self._found = [self._brought[each] for each in range(self.size)]
+                self._number, self._brought = number + 1, {}
+                self._changed.notify_all()
+            while self._number == number:
+                assert not self._someone_left, f"process {rank} waits for one that has ended"
+                self._changed.wait()
+            return self._found
+
+    def leave(self):
+        with self._changed:
+            self._someone_left = True
+            self._changed.notify_all()
+
+
+class ThreadWorld:
+    """Processes that are threads."""
+
+    def __init__(self, rank, meetings):
+        self.rank, self.size, self._meetings = rank, meetings.size, meetings
 
     def gather(self, data):
-        self._slots[self.rank] = data
-        self._barrier.wait()
-        found = list(self._slots)
-        self._barrier.wait()
+        found = self._meetings.meet(self.rank, data)
         assert len({len(part) for part in found}) == 1
         return found
 
@@ -35,13 +56,14 @@ class ThreadWorld:
 
 def in_world(size, work):
     """[what work(team) returned or raised in each of `size` processes]."""
-    barrier, slots, results = threading.Barrier(size, timeout=1800), [None] * size, [None] * size
+    meetings, results = Meetings(size), [None] * size
 
     def run(rank):
         try:
-            results[rank] = work(Team(ThreadWorld(rank, barrier, slots)))
+            results[rank] = work(Team(ThreadWorld(rank, meetings)))
         except Exception as error:  # noqa: BLE001  it is the result
             results[rank] = error
+        meetings.leave()
 
     threads = [threading.Thread(target=run, args=[rank]) for rank in range(size)]
     for thread in threads:
@@ -49,6 +71,11 @@ def in_world(size, work):
     for thread in threads:
         thread.join()
     return results
+
+
+def test_one_that_waits_for_one_that_has_ended_fails_at_once():
+    waits, ends = in_world(2, lambda team: team.rank or team.agree(True))
+    assert isinstance(waits, AssertionError) and ends == 1
 
 
 def test_a_wish_of_one_is_the_decision_of_all():

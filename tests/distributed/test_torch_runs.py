@@ -116,8 +116,12 @@ def assert_near(found, expected):
         np.testing.assert_allclose(found[name], tensor, atol=tolerances.RESUMED_LOSS, err_msg=name)
 
 
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def rollouts_of(run_dir):
-    return [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    return lines_of(run_dir / "rollouts.jsonl")
 
 
 @pytest.mark.long
@@ -135,9 +139,9 @@ def test_the_first_process_fills_the_activation_cache_for_all(job):
 
 
 def test_runs_of_one_two_and_three_processes_are_one_run(job):
-    """Also of an adapter that starts from the base's weights and computes with their norms."""
+    """Also of an adapter that starts from the base's weights and computes with their norms; and in what they answer."""
     leave = {rank: LEAVE_ADAPTER.format(place=str(job.home)) for rank in range(3)}
-    how = {"adapter_method": "dora", "adapter_init": "pissa"}
+    how = {"adapter_method": "dora", "adapter_init": "pissa", "run_sample_prompts": ["a", "Name another."]}
     job.run(1, "one", **how)
     job.run(2, "two", memory_sharding="full", inject=leave, **how)
     job.run(3, "three", memory_sharding="full", inject={1: NO_REPORT, 2: NO_REPORT}, **how)
@@ -147,6 +151,9 @@ def test_runs_of_one_two_and_three_processes_are_one_run(job):
         evals = [[row["eval_loss"] for row in job.rows(run, "eval_loss")] for run in (name, "one")]
         assert evals[0] == pytest.approx(evals[1], abs=tolerances.STEP_LOSS)
         assert_near(job.adapter(name), job.adapter("one"))
+        answers, expected = (lines_of(job.home / run / "samples.jsonl") for run in (name, "one"))
+        assert [(row["step"], row["answer"]) for row in answers] == [(row["step"], row["answer"]) for row in expected]
+        assert len(expected) == 2 * len(evals[0]) and len(expected[0]["answer"]) > 4
     assert len(set(job.losses("one"))) == 9
     first, second = (dict(np.load(job.home / f"{rank}.npz")) for rank in (0, 1))
     assert all(np.array_equal(first[name], second[name]) for name in first)

@@ -53,7 +53,7 @@ def measure(open_backend, tmp_path, monkeypatch):
         spec = AdapterSpec(asked.rank, 16.0, 0.0, (asked.targets,))
         request = LoadRequest(
             tmp_path, asked.dtype, asked.quantization, "random", spec, OptimizerSpec(), seed=1, kernels=asked.kernels,
-            checkpointing=asked.checkpointing,
+            checkpointing=asked.checkpointing, router_aux_loss_coef=0.1 if asked.balances_experts else None,
         )  # fmt: skip
         engine = open_backend("torch").load(request)
         batch = pack(random_batch(lengths, 256), [range(len(lengths))])
@@ -101,6 +101,18 @@ def test_another_setup_takes_what_was_estimated(measure, config_of, family, chan
     assert EXACT[0] <= estimated["weights"] / found["weights"] <= EXACT[1]
     *_, activations, moment, _reserve = estimated.parts
     assert PEAK[0] <= (activations.bytes + moment.bytes) / found["peak"] <= PEAK[1]
+
+
+def test_balanced_experts_keep_a_number_for_each_of_a_token(measure, config_of):
+    config, added, more = config_of("olmoe"), [], []
+    for balances in (False, True):
+        estimated, found = measure(config, [60] * 8, replace(ASK, balances_experts=balances))
+        on_mlx = replace(ASK, backend="mlx", balances_experts=balances)
+        added.append((estimated["activations"], estimate(shape_from(config, "mlx"), on_mlx)["activations"]))
+        more.append(found["activations"])
+    on_torch, on_mlx = (after - before for before, after in zip(*added, strict=True))
+    assert on_torch == more[1] - more[0] and on_mlx > 0
+    assert on_mlx == 4 * ASK.micro_batch_tokens * config["num_experts"] * config["num_hidden_layers"]
 
 
 def test_experts_are_stored_whole_and_a_token_uses_a_few(config_of):

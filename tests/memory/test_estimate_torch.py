@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dualtune.base.errors import ConfigError
+from dualtune.config import load_config
 from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.documents import in_memory
 from dualtune.engine.backend import LoadRequest
@@ -15,7 +16,10 @@ from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.memory.estimate import Ask, estimate
 from dualtune.engine.memory.shapes import decoder_of
 from dualtune.model.adapter import AdapterSpec
+from dualtune.model.config_file import read_config
 from dualtune.model.optimizer import Averaging, OptimizerSpec
+from dualtune.train.inference import load_model
+from dualtune.train.memory import weights_of_teacher
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -152,6 +156,26 @@ def test_dora_takes_what_was_estimated(measure, changes, compiles):
 def test_a_quantized_base_takes_what_was_estimated(measure, lengths, dtype, quantization):
     pytest.importorskip("bitsandbytes")
     assert_alike(*measure(lengths, asked=replace(ASK, quantization=quantization, dtype=dtype)))
+
+
+@pytest.mark.parametrize("quantization", ["none", long("nf4")])
+def test_a_teacher_takes_what_was_planned(quantization, open_backend, tiny_llama, monkeypatch):
+    """What is loaded beside a run has no adapter and no optimizer, and keeps nothing for a backward pass."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from memory_storages import always_in, peak_of
+
+    monkeypatch.setattr(choose, "WORTH_COMPILING", 10**12)
+    distill = {"teacher": str(tiny_llama), "teacher_dtype": "float32", "teacher_quantization": quantization}
+    config = load_config(
+        {"model": {"name": "m"}, "data": {"train": "t"}, "train": {"objective": "distill"}, "distill": distill}
+    )
+    planned = weights_of_teacher(config, decoder_of(read_config(tiny_llama)), "torch", "cpu")
+    engine = load_model(open_backend("torch"), str(tiny_llama), dtype="float32", quantization=quantization).engine
+    assert sum(always_in(engine).values()) == pytest.approx(planned.bytes, rel=0.01)
+    batch = one_batch(SHORT, ASK, 262)
+    alike = replace(ASK, micro_batch_tokens=batch.tokens_BT.size, max_length=60)
+    kept = estimate(decoder_of(read_config(tiny_llama)), alike)["activations"]  # of a student of its size
+    assert peak_of(lambda: engine.top_logprobs(batch, 8)) < kept
 
 
 def test_sgd_takes_what_was_estimated(measure):

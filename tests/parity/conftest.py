@@ -53,7 +53,8 @@ class Material:
             },
             "run": {"dir": str(run_dir), "save_every": None, "eval_every": None},
         }  # fmt: skip
-        return Config.model_validate({name: values | sections.get(name, {}) for name, values in defaults.items()})
+        merged = {name: values | sections.get(name, {}) for name, values in defaults.items()}
+        return Config.model_validate(sections | merged)
 
     def documents(self) -> list[tuple[list[int], list[int]]]:
         """(token ids, labels not shifted) of each row with something to learn, by the `tokenizers` library alone."""

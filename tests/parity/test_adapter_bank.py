@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank, bank_batches, check_base_alone, is_bankable
+from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank, bank_batches, check_base_alone, why_not_bankable
 from dualtune.engine.backend import LoadRequest
 from dualtune.engine.decoding import CannotBatch
 from dualtune.engine.testing import tolerances
@@ -68,7 +68,7 @@ def test_rows_compute_what_each_adapter_computes_alone(kind, family, quantizatio
     ids=["dora", "merge_for", "beside", "expert", "router", "not a number", "beyond float16"],
 )  # fmt: skip
 def test_what_is_more_than_a_product_of_each_row_is_in_no_bank(spec, state):
-    assert is_bankable(SPEC, state_of()) and not is_bankable(spec, state)
+    assert why_not_bankable(SPEC, state_of()) is None and why_not_bankable(spec, state)
     assert bank_batches([None, (spec, state), (SPEC, state_of())], 1000) == [([2, 0], True), ([1], False)]
 
 

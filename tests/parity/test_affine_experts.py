@@ -31,8 +31,11 @@ SPEC = AdapterSpec(4, 6.0, 0.0, ("all-linear", "gate"), experts=True)
 
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [("mixtral", "affine4"), ("qwen3_moe", "affine4"),
-     *(pytest.param(*case, marks=pytest.mark.long) for case in (("qwen2_moe", "affine8"), ("olmoe", "affine4")))],
+    [
+        ("mixtral", "affine4"), ("qwen3_moe", "affine8"),
+        *(pytest.param(*case, marks=pytest.mark.long)
+          for case in (("qwen2_moe", "affine8"), ("olmoe", "affine4"), ("qwen3_moe", "affine4"))),
+    ],
 )  # fmt: skip
 def test_both_backends_compute_with_the_same_numbers(backends, tmp_path, family, quantization):
     model = tiny_families.write_family(family, tmp_path / "model", **FAMILIES[family])

@@ -299,6 +299,14 @@ def test_what_does_not_go_together(lines, key):
         parse_config(f"{model}data: {{train: d.jsonl}}\n{lines}\n")
 
 
+@pytest.mark.parametrize(("name", "quantization"), [("torch", "nf4"), ("mlx", "affine4")])
+def test_a_base_that_is_packed_is_refused(backends, tiny, name, quantization):
+    spec = AdapterSpec(4, 6.0, 0.0, ("q_proj",), merge_for="q4_0")
+    request = LoadRequest(tiny.model_dir, "float32", quantization, "pretrained", spec, OptimizerSpec(), seed=5)
+    with pytest.raises(ConfigError, match=r"adapter\.merge_for: got q4_0, but the base is quantized \(.*q_proj\)"):
+        backends[name].load(request)
+
+
 def test_the_plan_counts_the_merges(tiny):
     from dualtune.engine.memory.estimate import ask_of, estimate
     from dualtune.engine.memory.shapes import decoder_of

@@ -102,24 +102,50 @@ def test_the_time_is_that_of_the_samples_of_a_step_whose_prompts_are_computed_on
         assert (step.tokens, int(step.computed.sum()), step.target_share) == (2 * 4 * 41, computed, 0.75)
 
 
-def test_the_time_of_a_step_has_that_of_its_teacher(tiny_llama, write_rows, qa_rows):
+def test_the_time_and_the_memory_of_a_step_have_those_of_its_teacher(tiny_llama, write_rows, qa_rows):
     def parts(*overrides):
         config = load_config(example_path("training_config_h100"), (*overrides, f"data.train={write_rows(qa_rows)}"))
         plan = plan_config(config, named("h100-80"), choose("cuda", named("h100-80")))
         documents = typical_step(config, look_at_data(config))
         time = predict(plan.decoder, plan.ask, documents, limits_for("h100-80"), teacher_of(config, plan))
-        return {part.name: part for part in time.parts}
+        memory = {part.name: part.bytes for part in plan.estimate.parts}
+        return {part.name: part for part in time.parts}, memory.get("teacher")
 
     own = "model.name=meta-llama/Llama-3.2-1B-Instruct", "model.dtype=bfloat16", "model.quantization=none"
-    assert "teacher" not in parts(*own)
+
+    def has_teacher(*overrides):
+        time, memory = parts(*overrides)
+        return "teacher" in time, memory is not None
+
+    assert has_teacher(*own) == (False, False)
     taught = *own, "train.objective=distill"
-    small, large = (
-        parts(*taught, f"distill.teacher={name}", "distill.teacher_dtype=bfloat16")["teacher"]
-        for name in ("meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.1-8B-Instruct")
+    names = ("meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.1-8B-Instruct")
+    (small, _), (large, weights) = (
+        parts(*taught, f"distill.teacher={name}", "distill.teacher_dtype=bfloat16") for name in names
     )
-    assert 4 < large.flops / small.flops < 9
-    assert "teacher" in parts(*taught, "distill.teacher=base", "distill.hint=Think.")
-    assert "teacher" not in parts(*taught, "distill.teacher=http://127.0.0.1:1/v1")
+    assert 4 < large["teacher"].flops / small["teacher"].flops < 9
+    assert weights == 2 * 8_030_261_248  # Meta's number of parameters
+    packed = f"distill.teacher={names[1]}", "distill.teacher_quantization=nf4"
+    assert 0.25 < parts(*taught, *packed)[1] / weights < 0.4
+    assert has_teacher(*taught, "distill.teacher=base", "distill.hint=Think.") == (True, False)
+    assert has_teacher(*taught, "distill.teacher=http://127.0.0.1:1/v1") == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "levels", "words"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", ("ok", "ok"), "needs "),
+        ("./nowhere", ("fail", "skipped"), "distill.teacher: ./nowhere: its shape is not known"),
+        ("someone/unknown", ("advice", "skipped"), "distill.teacher: someone/unknown: its shape is not known"),
+        ("meta-llama/Llama-3.1-8B-Instruct nf4", ("ok", "fail"), "distill.teacher_quantization: got 'nf4'"),
+    ],
+)
+def test_a_teacher_is_looked_for_and_planned_or_no_memory_is(check, teacher, levels, words):
+    name, _, quantization = teacher.partition(" ")
+    of_teacher = f"distill.teacher={name}", f"distill.teacher_quantization={quantization or 'auto'}"
+    report = check("train.objective=distill", *of_teacher, name="training_config_m4", machine="m4-max-128")
+    memory = row(report, "memory")
+    assert (row(report, "teacher").level, memory.level) == levels and memory.found.startswith(words)
 
 
 def test_a_warm_up_longer_than_the_run_is_told(check, write_rows, qa_rows):

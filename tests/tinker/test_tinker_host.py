@@ -6,7 +6,7 @@ import math
 import shutil
 import weakref
 from collections import Counter
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -36,6 +36,7 @@ from dualtune.use.tinker.checkpoints import (
     list_runs,
     parse_path,
     read_run,
+    read_state,
 )
 from dualtune.use.tinker.gradients import ClientData, DistinctTargets, common_beginnings
 from dualtune.use.tinker.host import SAMPLERS_KEPT, TrainingHost
@@ -111,6 +112,11 @@ def state_of(host, run):
     own = host._runs[run].state
     optimizer = host._seat.optimizer_state(own)
     return host._seat.fetch(own.weights), optimizer
+
+
+def events(run_dir, kind):
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row.get("event") == kind]
 
 
 def assert_same(state, expected, rtol=0.0):
@@ -343,6 +349,11 @@ def test_adam_is_the_documented_formula_with_the_constants_of_each_step(open_hos
             w[n] = w[n] - adam.learning_rate * (m_hat / (np.sqrt(v_hat) + adam.eps) + adam.weight_decay * w[n])
     for name, x in state_of(host, "run")[0].items():
         assert x == pytest.approx(w[name], abs=1e-5), name
+    names = ("beta1", "beta2", "eps", "weight_decay", "max_grad_norm")
+    rows = events(host.runs_dir / "run", "updates")
+    assert [(row["step"], *(row[name] for name in names)) for row in rows] == [
+        (t, *astuple(adam)[1:-1], adam.grad_clip_norm or None) for t, adam in enumerate(steps)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -791,6 +802,7 @@ def test_train_starts_from_the_adapter_of_a_run_or_a_state(open_host, tmp_path, 
     host.close()
     run = tmp_path / "runs" / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "event" not in row]
     assert [row["step"] for row in rows] == [1, 2, 3] and all(row["num_targets"] > 0 for row in rows)
     targets = json.loads((run / "adapter" / "adapter_config.json").read_text())["target_modules"]
     for start in (run, run / "weights" / "s"):
@@ -825,7 +837,12 @@ def test_train_goes_on_with_the_optimizer_of_a_run_and_back(
         "train.max_grad_norm": None, "train.warmup": 0, "run.save_every": 1, "run.dir": tmp_path / "runs" / "on",
     }, Path(host.base))  # fmt: skip
     result = train(config, host.backend, [hook])
+    (note,) = (row["message"] for row in events(result.run_dir, "found") if "optimizer" in row["message"])
+    changes = "beta2 0.999 instead of 0.95, eps 1e-08 instead of 1e-12"  # train's, which no config changes
+    assert note.endswith(f"after 3 updates; its constants are others now: {changes}")
     host.load_state("run", path, optimizer=True)
+    host.save_state("run", "t")  # no update since, so the constants are those that were loaded
+    assert read_state(host.runs_dir, "tinker://run/weights/t")[1].state["updates"]["beta2"] == ADAM.beta2
     steps = replace(ADAM, beta2=0.999, eps=1e-8)
     rtol = 0.0 if kind == "torch" else 1e-6
     for number, gradient in enumerate(hook.seen, start=1):
@@ -883,9 +900,9 @@ def batches_of(monkeypatch):
     """The requests of each batch that a host computes, and how many adapters it has; 0: that of the engine."""
     batches, own = [], sampled
 
-    def counted(engine, pending, is_shortage, bank=None):
-        batches.append((sorted(pending), len(bank or ())))
-        return own(engine, pending, is_shortage, bank)
+    def counted(engine, pending, is_shortage, batch=None):
+        batches.append((sorted(pending), len(batch.bank) if batch else 0))
+        return own(engine, pending, is_shortage, batch)
 
     monkeypatch.setattr("dualtune.use.tinker.sample_batches.sampled", counted)
     return batches
@@ -929,11 +946,17 @@ def test_sources_follow_each_other_where_they_cannot_be_one_batch(open_host, mon
     def refuses(*_):
         raise CannotBatch("not this model")
 
-    host, batches = open_host("numpy"), batches_of(monkeypatch)
+    told = []
+    host, batches = open_host("numpy", tell=told.append), batches_of(monkeypatch)
     for number in range(3):
         trained(host, f"run{number}", replace(LORA, seed=number))
     requests = [request(host.save_sampler(f"run{number}", None)) for number in range(3)]
     together = drawn(host, *requests)
+    banked = host._seat.banked
+    assert drawn(host, *requests[:2]) and host._seat.banked is banked is not None  # its factors are on the device
+    host.forward_backward("run0", supervised(5), "cross_entropy", {})
+    assert host._seat.banked is None
+    batches.pop()
     weights = host._samplers[requests[1].source]
     name = next(name for name in weights.tensors if name.endswith("lora_A.weight"))
     if reason == "the engine cannot":
@@ -941,7 +964,7 @@ def test_sources_follow_each_other_where_they_cannot_be_one_batch(open_host, mon
     elif reason == "no room":
         monkeypatch.setattr(host._sample_batches, "_banked", lambda *_: (_ for _ in ()).throw(MemoryError))
     elif reason == "no room for two":
-        monkeypatch.setattr("dualtune.use.tinker.sample_batches.BANK_SHARE", 0.0)
+        monkeypatch.setattr("dualtune.engine.memory.serving.BANK_SHARE", 0.0)
     else:
         weights.tensors[name] = weights.tensors[name].copy()
         weights.tensors[name][0, 0] = 1e9  # float16 does not hold it
@@ -954,6 +977,8 @@ def test_sources_follow_each_other_where_they_cannot_be_one_batch(open_host, mon
     assert [each.sequences[0].tokens.tolist() for each in apart] == [
         each.sequences[0].tokens.tolist() for each in together
     ]
+    drawn(host, *requests)
+    assert len(told) == (reason != "no room for two")  # once
 
 
 def test_a_sampler_of_another_rank_needs_no_other_engine(open_host, monkeypatch):

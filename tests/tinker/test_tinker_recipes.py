@@ -75,9 +75,9 @@ def write_base(directory, tiny_llama):
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     optimizer, draw = torch.optim.Adam(model.parameters(), lr=1e-2), random.Random(0)
-    for _ in range(250):
+    for _ in range(400):
         # As long as the recipes' prompts, which show an example before the question.
-        before = "".join(draw.choices("abcdefghij .:\n\\{}123", k=draw.randrange(20, 340)))
+        before = "".join(draw.choices("abcdefghij .:\n\\{}123", k=draw.randrange(20, 400)))
         texts = [f"{before}Assistant: \\boxed{{{draw.randrange(3)}}}\n\n" for _ in range(4)]
         ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False) for text in texts])
         labels = torch.where(torch.arange(ids.shape[1]) < ids.shape[1] - 13, -100, ids)

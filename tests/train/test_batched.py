@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from dualtune.engine.testing.conformance import random_adapter
 from dualtune.engine.testing.numpy_engine import NumpyNextLogits
 from dualtune.train.batched import (
     Bounds,
+    RowBatch,
     _checked,
     check_decoding,
     continue_all,
@@ -104,13 +106,12 @@ def test_each_row_gets_the_tokens_that_its_own_adapter_gives_alone(model, sampli
     engine.load_adapter_state(random_adapter(engine.adapter_state(), 9))  # which takes no part
     bank = AdapterBank([(replace(BASE_ONLY, rank=4), state) for state in states])
     short = Wrapped(engine, lambda bank=None: Short(engine.decoding(bank), 2))
-    for own, bounds in ((engine, Bounds()), (engine, Bounds(rows=3)), (short, Bounds())):
+    for own, bounds in ((engine, Bounds()), (engine, Bounds(rows=3, least_share=0.0, entering=20)), (short, Bounds())):
         rows = [prompted_row(model, number, prompt, sampling) for number, prompt in enumerate(prompts_of(model))]
         for row in rows:
             row.adapter = (0, 1, NO_ADAPTER)[row.number % 3]
-        stop_ids = model.tokenizer.stop_ids if sampling is GREEDY else None
         is_short = lambda error: isinstance(error, MemoryError)  # noqa: E731
-        ended = [*ended_rows(own, rows, bounds, stop_ids, is_short, lambda text: None, bank)]
+        ended = [*ended_rows(own, rows, bounds, is_short, lambda text: None, bank)]
         assert [row.tokens for row in sorted(ended, key=lambda row: row.number)] == expected
     assert len({*map(tuple, expected)}) >= 3
 
@@ -219,6 +220,18 @@ def test_no_logits_are_computed_after_the_last_token(model, starts, monkeypatch)
         calls.clear()
         assert len([*answers()])
         assert len(calls) == starts + GREEDY.max_tokens - 1
+
+
+@pytest.mark.parametrize("model", ["numpy"], indirect=True)
+def test_a_row_goes_on_while_others_enter_without_end(model):
+    batch = RowBatch(model.engine, Bounds(least_share=0.0), lambda error: False, print)
+    row = partial(prompted_row, model)
+    long = row(0, prompts_of(model)[0], replace(SAMPLED, temperature=9.0))
+    batch.waiting.append(long)
+    for step in range(2 * SAMPLED.max_tokens):
+        batch.waiting.append(row(step, prompts_of(model)[1], Sampling(max_tokens=1)))
+        batch.step()
+    assert long.has_ended
 
 
 # --- shortages, and models that cannot -------------------------------------------------------------------------------

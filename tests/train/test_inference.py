@@ -64,12 +64,12 @@ def test_pieces_join_to_the_whole_and_split_no_character():
 
     class Engine:
         def generate(self, prompt, *, choose, cache):
-            yield from "aé€!".encode()
+            yield from "aé€!".encode() * 40
 
     model = LoadedModel(Engine(), Bytes())
-    pieces = list(stream_text(model, np.zeros(1, int), Sampling(9)))
-    assert [piece for piece in pieces if piece] == ["a", "é", "€", "!"]
-    assert len(pieces) == len("aé€!".encode()) + 1  # one a token, so that a limit of time is looked at
+    pieces = list(stream_text(model, np.zeros(1, int), Sampling(999)))
+    assert [piece for piece in pieces if piece] == [*"aé€!"] * 40
+    assert len(pieces) == 40 * len("aé€!".encode()) + 1  # one a token, so that a limit of time is looked at
     with pytest.raises(ConfigError, match="the prompt has no tokens"):
         list(stream_text(model, np.zeros(0, int), Sampling(9)))
 

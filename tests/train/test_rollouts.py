@@ -188,11 +188,11 @@ def test_samples_are_drawn_once_where_memory_runs_out_after_them(sampling_lab, m
     draw, slopes = Rollouts.draw, step_module.with_slopes
     monkeypatch.setattr(Rollouts, "draw", lambda self, *a: draws.append(a[3]) or draw(self, *a))
 
-    def short(batch, values):
+    def short(batch, *values):
         if not failed:
             failed.append(1)
             raise MemoryError("no room")
-        return slopes(batch, values)
+        return slopes(batch, *values)
 
     monkeypatch.setattr(step_module, "with_slopes", short)
     monkeypatch.setattr(sampling_lab.backend, "is_out_of_memory", lambda error: isinstance(error, MemoryError))
@@ -269,10 +269,10 @@ def test_a_stop_between_two_updates_of_a_step_undoes_the_first(sampling_lab, wei
         updates.append(1)
         return update(self, **options)
 
-    def stopping(batch, values):
+    def stopping(batch, *values):
         if len(updates) == 3:  # the first update of the second step is done
             raise Preempted("a signal")
-        return slopes(batch, values)
+        return slopes(batch, *values)
 
     update = NumpyEngine.optim_step
     with monkeypatch.context() as patch:

@@ -247,13 +247,15 @@ def test_init_optimizer_goes_on_as_if_the_run_had_not_ended(lab):
     """Another run, with another seed; a new one would begin with moments of zero."""
     first = lab.run("first", train__steps=3)
     second = lab.run("second", train__steps=1, train__learning_rate=1e-9, adapter__init_from=first.run_dir,
-                     adapter__init_optimizer=True)  # fmt: skip
+                     adapter__init_optimizer=True, train__weight_decay=0.5, train__max_grad_norm=None)  # fmt: skip
     before, after = (checkpoint.newest(result.run_dir / "checkpoints")[0].optimizer for result in (first, second))
     assert (before.step, after.step) == (3, 4)
     assert all((after.slots["v"][name] >= 0.99 * v).all() for name, v in before.slots["v"].items())
     rows = [json.loads(line) for line in (second.run_dir / METRICS).read_text().splitlines()]
     (note,) = [row["message"] for row in rows if row.get("event") == "found" and "optimizer" in row["message"]]
-    assert note == f"goes on with the optimizer of {first.run_dir}/checkpoints/step-00000003, after 3 updates"
+    assert note == f"goes on with the optimizer of {first.run_dir}/checkpoints/step-00000003, after 3 updates" + (
+        "; its constants are others now: weight_decay 0.5 instead of 0.01, max_grad_norm null instead of 0.3"
+    )
 
 
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)

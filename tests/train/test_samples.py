@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +11,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.train.batched import Continuation
 from dualtune.train.hooks import Hook
 from dualtune.train.inference import load_model, stream_text
-from dualtune.train.samples import check_not_sharded, check_samples
+from dualtune.train.samples import check_samples
 from dualtune.train.sampling import Sampling
 from dualtune.train.state.checkpoint import newest
 
@@ -151,9 +150,3 @@ def test_a_prompt_must_leave_room_for_an_answer(tiny_llama):
     check_samples(PROMPTS, tokenizer, length + 1, num_eval_documents=1)
     with pytest.raises(ConfigError, match=rf"run\.sample_prompts\[1\]: got {length} tokens, but .* {length} positions"):
         check_samples(PROMPTS, tokenizer, length, num_eval_documents=1)
-
-
-def test_a_base_that_is_split_among_processes_is_refused():
-    check_not_sharded(SimpleNamespace(description=SimpleNamespace(sharding="none")))
-    with pytest.raises(ConfigError, match=r"run\.sample_prompts: the base is sharded among the processes"):
-        check_not_sharded(SimpleNamespace(description=SimpleNamespace(sharding="full")))

@@ -97,7 +97,8 @@ def _layer(counted: Counted, ask: Ask, number: int) -> int:
     scores = saved.pair * _row(ask) + (0 if memory.is_chunked(ask) else saved.scores * memory.row_of(ask))
     of_modules = ranks(counted, ask)
     made = sum(linear.sent * of_modules[linear.paths(prefix)[0]] for linear in on)
-    return saved.token + scores + c * (made + read + masks + scaled)
+    of_router = layer.experts * ask.balances_experts
+    return saved.token + scores + c * (made + read + masks + scaled + of_router)
 
 
 def _row(ask: Ask) -> int:

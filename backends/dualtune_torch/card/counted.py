@@ -83,9 +83,9 @@ def activations(counted: Counted, ask: Ask) -> MemoryPart:
 def _layer(counted: Counted, ask: Ask, number: int) -> int:
     """Bytes that a layer keeps, with its adapters."""
     layer = counted.by_layer[number]
-    return _bytes(layer, ask, compiled=_compiled(counted, ask)) + _adapters(
-        counted, ask, f"{counted.paths[number]}.", layer
-    )
+    own = _bytes(layer, ask, compiled=_compiled(counted, ask))
+    of_router = ask.cells * ask.item_bytes * layer.experts * ask.balances_experts
+    return own + of_router + _adapters(counted, ask, f"{counted.paths[number]}.", layer)
 
 
 def _bytes(layer: CountedLayer, ask: Ask, *, compiled: bool) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,23 @@ def _targets(
     for name in base.tensors:
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)
         yield name, target, pattern, None if pattern is None else by_pattern[pattern]
+
+
+def trained_parts(model: PreTrainedModel, base: BaseWeights) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the tensors of the files that each parameter consists of, in the order of its memory, with their shapes.
+
+    A parameter that is made of them in another way is left out.
+    """
+    stored, joined = stored_names(model, base), joined_experts(model, base)
+    parts: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, parameter in model.named_parameters():
+        if name in joined:
+            ordered = sorted(joined[name], key=lambda part: part[0].start or 0)
+            by_expert = zip(*(tensors for _, tensors in ordered), strict=True)
+            parts[name] = {tensor: base.tensors[tensor].shape for tensor in chain(*by_expert)}
+        elif name in stored:
+            parts[name] = {stored[name]: tuple(parameter.shape)}
+    return parts
 
 
 def expert_places(model: PreTrainedModel, base: BaseWeights, *, strict: bool = True) -> dict[str, list[FilePlace]]:

@@ -77,6 +77,11 @@ class CountedLayer:
     def widest(self) -> int:
         return max((linear.out for linear in self.linears), default=0)
 
+    @property
+    def experts(self) -> int:
+        """The number of its experts, if they are a stack; 0: it has none."""
+        return max((linear.number for linear in self.linears if is_stack(linear.name)), default=0)
+
 
 @dataclass(frozen=True, eq=False)
 class Counted:

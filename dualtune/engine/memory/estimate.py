@@ -98,7 +98,9 @@ class Ask:
     resident_layers: int | None = None  # how many layers of the base are on the device at once; None: all
     beside: int = 0  # parameters of the base that are trained beside the adapter
     trains_head: bool = False  # whether the output head is one of them, whole
+    balances_experts: bool = False  # whether routers keep a gradient for each token and expert (`engine/routing.py`)
     compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
+    teacher: MemoryPart | None = None  # the weights of another model that is loaded beside
 
     @property
     def trains_model(self) -> bool:
@@ -471,7 +473,10 @@ def estimate(decoder: Shape, ask: Ask) -> Estimate:
     parts = formulas.parts if isinstance(decoder, Decoder) else formulas.counted_parts
     if parts is None:
         raise ConfigError(f"memory: the backend '{ask.backend}' has no formulas for a model of this family")
-    return Estimate(parts(decoder, ask) + ((merges(decoder, ask),) if ask.merge_for != "none" else ()))
+    found = parts(decoder, ask)
+    if ask.merge_for != "none":
+        found += (merges(decoder, ask),)
+    return Estimate(found if ask.teacher is None else (*found, ask.teacher))
 
 
 def _formulas(backend: str) -> MemoryFormulas:
@@ -524,6 +529,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
         averages=config.train.average != "none",
         beside=num_beside(decoder, config),
         trains_head=_trained_tables(decoder, config) > 0,
+        balances_experts=bool(config.train.router_aux_loss_coef),
         compares=config.looks_first,
     )
 

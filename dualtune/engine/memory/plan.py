@@ -18,6 +18,7 @@ from dualtune.engine.memory.estimate import (
     FULL_CHECKPOINTING,
     Ask,
     Estimate,
+    MemoryPart,
     ask_of,
     estimate,
     last_that_fits,
@@ -124,14 +125,16 @@ def set_options(settings: Mapping[str, str | int]) -> list[str]:
 
 
 def plan_of(
-    config: Config, decoder: Shape, backend: str, device: str, has: Budget, evaluated: Config | None = None
-) -> MemoryPlan:
+    config: Config, decoder: Shape, backend: str, device: str, has: Budget, evaluated: Config | None = None,
+    teacher: MemoryPart | None = None,
+) -> MemoryPlan:  # fmt: skip
     """Plan the run of a config. ConfigError as for `ask_of`, or if the model has fewer layers than it recomputes.
 
     `evaluated`: the config with the micro-batches of the evaluation, which may be larger than those of the steps, but
-    keep nothing for a backward pass. The plan is that of whichever needs more.
+    keep nothing for a backward pass. The plan is that of whichever needs more. `teacher`: the weights of another model
+    that is loaded beside.
     """
-    ask = ask_of(config, decoder, backend, device)
+    ask = replace(ask_of(config, decoder, backend, device), teacher=teacher)
     ask.checkpointing.num_recomputed(decoder.layers)
     plan = make_plan(decoder, ask, has, auto=config.memory.checkpointing == "auto")
     if evaluated is not None:
@@ -145,7 +148,7 @@ def plan_of(
         )
         parts = estimate(decoder, larger).parts
         if sum(part.bytes for part in parts if part.name != "activations") > plan.estimate.total_bytes:
-            return plan_of(evaluated, decoder, backend, device, has)
+            return plan_of(evaluated, decoder, backend, device, has, teacher=teacher)
     return plan
 
 

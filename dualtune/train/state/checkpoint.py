@@ -5,7 +5,8 @@
                                schedule-free d and v; with train.average also offset
     policy.safetensors         tensors of the step policy, if it has any
     state.json                 step, position in the data, guards, config, fingerprints of base model, tokenizer, data;
-                               the number of threads on a CPU, where rounding depends on it
+                               the constants of the updates; the number of threads on a CPU, where rounding depends on
+                               it
     MANIFEST.json              schema version; size and sha256 of each other file
 
 A checkpoint is written whole or not at all. The newest one is found by scanning the directory, never from a pointer or
@@ -284,6 +285,9 @@ def _read_state(path: Path) -> dict[str, Any]:
     if policy := fields.subtable(state, "policy", file):
         fields.required(policy, "name", f"{file}: policy")
         fields.subtable(policy, "values", f"{file}: policy")
+    for key, value in fields.subtable(state, "updates", file).items():
+        if not (_is_number(value) or value is None):
+            raise fields.wrong(f"{file}: updates", key, value, "a number")
     tokens = fields.subtable(state, "memory", file).get("micro_batch_tokens", 1)
     if type(tokens) is not int or tokens < 1:
         raise fields.wrong(file, "memory: micro_batch_tokens", tokens, "a number of tokens")

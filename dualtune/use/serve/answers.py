@@ -1,4 +1,4 @@
-"""The answers of the engine: one request after another, in the thread that has loaded the model."""
+"""The requests that wait for the engine, and those that it answers at once, in the thread that has loaded the model."""
 
 from __future__ import annotations
 
@@ -6,26 +6,34 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import count
 from typing import Any
 
 import numpy as np
 
+from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DataError, Preempted
 from dualtune.base.http_server import BadRequest
-from dualtune.data.chat.call_notations import WrittenCall, parameters_of
-from dualtune.data.chat.call_reader import CallReader, TemplateCalls
-from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.template import WITH_TOOLS
+from dualtune.data.chat.call_notations import WrittenCall
 from dualtune.data.sources.rows import RowError
-from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.engine.backend import Engine
-from dualtune.train.inference import GenerationProgress, StopTexts, stream_text
-from dualtune.train.token_logprobs import token_logprobs
+from dualtune.train.batched import Bounds, PromptedRow
+from dualtune.train.inference import LoadedModel, StopTexts, TokenText, allowed_tokens
+from dualtune.train.sampling import Chooser
 from dualtune.use.chat import AdapterSet
+from dualtune.use.serve.answer_text import (
+    AnswerText,
+    BegunAnswer,
+    answer_scores,
+    begun_answer,
+    calls_of,
+    encoded,
+    prompt_scores,
+)
 from dualtune.use.serve.requests import CompletionRequest
+from dualtune.use.serve.rows import ServedRows, batch_groups
 
 POLL_S = 0.2
+AT_ONCE = Bounds(least_share=0.0)  # a request does not wait for others to enter with
 FORCED = "The name of a function is forced, its arguments are not: their schema is for the model alone"
 
 
@@ -45,13 +53,13 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScores:
-    """What the model says of the prompt."""
+class TokenScores:
+    """What the model says of the prompt, or of the answer."""
 
     table: Mapping[str, Any]
 
 
-Piece = str | WrittenCall | PromptScores | Finish
+Piece = str | WrittenCall | TokenScores | Finish
 
 
 @dataclass(slots=True)
@@ -81,20 +89,84 @@ class PendingAnswer:
                 return
 
 
+class RunningAnswer:
+    """An answer on its way: its row, and how what the tokens say reaches the client."""
+
+    def __init__(
+        self, job: PendingAnswer, number: int, model: LoadedModel, prompt: np.ndarray, text: AnswerText,
+        choices: Sequence[Sequence[int]], max_tokens: int, ends: float,
+    ) -> None:  # fmt: skip
+        """`choices`: tokens, with some of which it begins. `ends`: the time after which it gets no other token."""
+        request, tokenizer = job.request, model.tokenizer
+        self.job, self.error, self._text, self._ends, self._is_late = job, None, text, ends, False
+        self._tokenizer = tokenizer
+        self._tokens = TokenText(tokenizer, prompt, tokenizer.call_marks if request.tools else frozenset())
+        self._cut = StopTexts(request.stops)
+        limit = allowed_tokens(model, prompt, max_tokens)
+        choose = Chooser(
+            replace(request.sampling, max_tokens=limit), tokenizer.stop_ids, penalties=request.penalties, first=choices,
+            keeps_logprobs=request.logprobs is not None, keeps_top=request.logprobs or 0,
+        )  # fmt: skip
+        self.row = PromptedRow(number, prompt, limit, choose, self._ends_with, has_ended=not limit)
+
+    def _ends_with(self, tokens: list[int]) -> bool:
+        """Pass on what the last token says, but for what may become a stop text or a call. Return whether it ends."""
+        try:
+            self._pass_on(self._text.feed(self._cut.feed(self._tokens.feed(tokens[-1]))))
+        except Exception as error:  # noqa: BLE001  of this answer, which must not end the others
+            self.error = error
+        self._is_late = time.monotonic() > self._ends
+        return self._has_text_ended or self._is_late or self.job.is_cancelled or self.error is not None
+
+    @property
+    def _has_text_ended(self) -> bool:
+        return self._cut.found or self._text.is_complete or self._tokens.is_ended
+
+    def finish(self) -> None:
+        """Pass on the rest: what was held back is said, or is a call. _NoCall if it ended too early for its call."""
+        is_cut = self._is_late or len(self.row.tokens) >= self.row.limit
+        is_whole = self._has_text_ended or not is_cut
+        rest = "" if self._has_text_ended else self._cut.feed(self._tokens.rest())
+        last_pieces, text = self._text.end(rest + self._cut.rest()), self._text
+        if self.job.request.must_call and is_whole and not text.num_calls:
+            words = "".join(piece for piece in last_pieces if isinstance(piece, str))
+            raise _NoCall(f"tool_choice: the answer began as a call, and the model wrote none: {words[:200]}. {FORCED}")
+        self._pass_on(last_pieces)
+        if self.job.request.logprobs is not None:
+            self.job.pieces.put(TokenScores(answer_scores(self.job.request, self._tokenizer, self.row)))
+        reason = ("tool_calls" if text.num_calls else "stop") if is_whole else "length"
+        self.job.pieces.put(Finish(reason, len(self.row.prompt), len(self.row.tokens)))
+
+    def _pass_on(self, pieces: Sequence[str | WrittenCall]) -> None:
+        for piece in pieces:
+            self.job.pieces.put(piece)
+
+
 class Answers:
-    """The queue of requests, and what answers them. `is_fatal`: whether an error leaves nothing that can answer."""
+    """The queue of requests, and what answers them: at most `bounds` at once, the others in their order.
+
+    `is_fatal`: whether an error leaves nothing that can answer; `is_shortage`: whether it is one of memory. `tell`
+    hears what keeps requests out of a batch.
+    """
 
     def __init__(
         self, adapters: AdapterSet, *, max_tokens: int, max_prompt: int, max_waiting: int, time_limit_s: float,
         is_fatal: Callable[[BaseException], bool] = lambda error: False,
-        systems: Mapping[str, str | None] | None = None,
+        is_shortage: Callable[[BaseException], bool] = lambda error: False,
+        systems: Mapping[str, str | None] | None = None, bounds: Bounds = AT_ONCE, bank_numbers: int = 1 << 62,
+        tell: Callable[[str], object] = lambda text: None,
     ) -> None:  # fmt: skip
-        """`systems`: by model, the system message of a conversation that has none."""
+        """`systems`: by model, the system message of a conversation that has none. `bank_numbers`: of all adapters in a
+        batch, about so many at most."""
         self.names, self._is_fatal = adapters.names, is_fatal
         self._systems = systems or {}
         self._adapters, self._time_limit_s = adapters, time_limit_s
         self._max_tokens, self._max_prompt = max_tokens, max_prompt
         self._waiting: queue.Queue[PendingAnswer] = queue.Queue(max_waiting)
+        self._next: PendingAnswer | None = None  # for which there was no room
+        self._numbers, self._running = count(), dict[int, RunningAnswer]()
+        groups = batch_groups(adapters, bank_numbers, tell)
+        self._rows = ServedRows(adapters, groups, bounds, is_shortage, self._is_over, tell)
 
     def check_model(self, name: str) -> None:
         """Raise BadRequest 404 for an unknown model."""
@@ -112,185 +184,100 @@ class Answers:
         return job
 
     def answer_next(self) -> None:
-        """Answer the next request, or return after a moment without one. Only the engine's thread calls this."""
-        try:
-            job = self._waiting.get(timeout=POLL_S)
-        except queue.Empty:
-            return
-        if job.is_cancelled:
-            return
-        try:
-            self._answer(job)
-        except (RowError, ConfigError, DataError) as error:  # the template refuses it, or it is too long
-            job.pieces.put(BadRequest(400, str(error)))
-        except _NoCall as error:
-            job.pieces.put(BadRequest(500, str(error)))
-        except Exception as error:  # such as a shortage of memory: the next request may be shorter
-            is_over = isinstance(error, Preempted) or self._is_fatal(error)
-            reason = "the server is stopping" if is_over else f"the answer failed: {type(error).__name__}"
-            job.pieces.put(BadRequest(503 if is_over else 500, reason))
-            if is_over:
-                raise
+        """Begin what waits and has room, and go on with the answers by a token, or return after a moment without any.
 
-    def _answer(self, job: PendingAnswer) -> None:
-        request, progress = job.request, GenerationProgress()
-        tokenizer, ends = self._adapters.models[request.model].tokenizer, time.monotonic() + self._time_limit_s
+        Only the engine's thread calls this.
+        """
+        try:
+            while (job := self._take()) is not None:
+                if not self._begin(job):
+                    self._next = job
+                    break
+            if self._running:
+                interrupt.poll()
+            for row, error in self._rows.step():
+                self._end(self._running.pop(row.number), error)
+        except Exception as error:  # nothing can answer any more
+            for answer in self._running.values():
+                self._refuse(answer.job, error)
+            raise
+
+    def _take(self) -> PendingAnswer | None:
+        """Return the next request, or None: there is none, for a moment if nothing else is to be done."""
+        job, self._next = self._next, None
+        while job is None or job.is_cancelled:
+            try:
+                job = self._waiting.get(timeout=POLL_S) if not self._running else self._waiting.get_nowait()
+            except queue.Empty:
+                return None
+        return job
+
+    def _begin(self, job: PendingAnswer) -> bool:
+        """Begin an answer, or score a prompt. Return False if there is no room for its row."""
+        request = job.request
+        if request.scored is None and not self._rows.has_room(request.model):
+            return False
+        try:
+            if request.scored is not None:
+                self._score(job, request.scored)
+            elif (answer := self._started(job)).row.has_ended:
+                answer.finish()
+            else:
+                self._running[answer.row.number] = answer
+                self._rows.add(request.model, answer.row)
+        except Exception as error:
+            self._refuse(job, error)
+            if self._is_over(error):
+                raise
+        return True
+
+    def _started(self, job: PendingAnswer) -> RunningAnswer:
+        request, model = job.request, self._adapters.models[job.request.model]
+        tokenizer = model.tokenizer
         # An answer that must be a call is begun as one: the model continues it, and only chooses the function.
-        begun = _begun(request, tokenizer) if request.must_call else BegunAnswer()
-        text = AnswerText(request, _calls(request, tokenizer) if request.tools else None, begun.text)
-        question = _encoded(request, tokenizer, self._systems.get(request.model))
+        begun = begun_answer(request, tokenizer) if request.must_call else BegunAnswer()
+        text = AnswerText(request, calls_of(request, tokenizer) if request.tools else None, begun.text)
+        question = self._question(request)
         prompt = np.concatenate([question, np.array(begun.ids, question.dtype)])
+        self._check_length(prompt)
+        most = min(request.max_tokens or self._max_tokens, self._max_tokens)
+        ends = time.monotonic() + self._time_limit_s
+        return RunningAnswer(job, next(self._numbers), model, prompt, text, begun.choices, most, ends)
+
+    def _score(self, job: PendingAnswer, top: int) -> None:
+        request, tokenizer = job.request, self._adapters.models[job.request.model].tokenizer
+        prompt = self._question(request)
+        self._check_length(prompt)
+        self._adapters.use(request.model)
+        table = prompt_scores(self._adapters.engine, tokenizer, prompt, top, as_ids=request.as_ids)
+        job.pieces.put(request.prompt if isinstance(request.prompt, str) else tokenizer.decode_all(prompt.tolist()))
+        job.pieces.put(TokenScores(table))
+        job.pieces.put(Finish("length", len(prompt), 0))
+
+    def _question(self, request: CompletionRequest) -> np.ndarray:
+        return encoded(request, self._adapters.models[request.model].tokenizer, self._systems.get(request.model))
+
+    def _check_length(self, prompt: np.ndarray) -> None:
         if len(prompt) > self._max_prompt:  # it is computed in one piece, which no time limit ends
             raise ConfigError(f"the prompt has {len(prompt)} tokens, allowed: {self._max_prompt} (--max-prompt)")
-        if request.scored is not None:
-            self._adapters.use(request.model)
-            job.pieces.put(request.prompt if isinstance(request.prompt, str) else tokenizer.decode_all(prompt.tolist()))
-            table = prompt_scores(self._adapters.engine, tokenizer, prompt, request.scored, as_ids=request.as_ids)
-            job.pieces.put(PromptScores(table))
-            job.pieces.put(Finish("length", len(prompt), 0))
-            return
-        most = min(request.max_tokens or self._max_tokens, self._max_tokens)
-        pieces = stream_text(
-            self._adapters.models[request.model], prompt, replace(request.sampling, max_tokens=most),
-            penalties=request.penalties, progress=progress, cache=self._adapters.use(request.model),
-            shown=tokenizer.call_marks if request.tools else frozenset(), first=begun.choices,
-        )  # fmt: skip
-        # Text goes to the client as it comes, but for what may become a stop text or a call.
-        cut = StopTexts(request.stops)
-        is_late = False
-        for piece in pieces:
-            for ready in text.feed(cut.feed(piece)):
-                job.pieces.put(ready)
-            is_late = time.monotonic() > ends
-            if cut.found or text.is_complete or job.is_cancelled or is_late:
-                pieces.close()
-                break
-        # What was held back is said, or is a call; an answer that ended too early for its call is an error.
-        last_pieces = text.end(cut.rest())
-        is_cut = is_late or progress.num_tokens >= progress.max_tokens
-        is_whole = cut.found or text.is_complete or progress.is_ended or not is_cut
-        if request.must_call and is_whole and not text.num_calls:
-            words = "".join(piece for piece in last_pieces if isinstance(piece, str))
-            raise _NoCall(f"tool_choice: the answer began as a call, and the model wrote none: {words[:200]}. {FORCED}")
-        for piece in last_pieces:
-            job.pieces.put(piece)
-        reason = ("tool_calls" if text.num_calls else "stop") if is_whole else "length"
-        job.pieces.put(Finish(reason, len(prompt), progress.num_tokens))
 
+    def _end(self, answer: RunningAnswer, error: Exception | None) -> None:
+        try:
+            if error := error or answer.error:
+                raise error
+            answer.finish()
+        except Exception as failure:  # noqa: BLE001  its client hears of it
+            self._refuse(answer.job, failure)
 
-def _encoded(request: CompletionRequest, tokenizer: Tokenizer, system: str | None) -> np.ndarray:
-    if isinstance(request.prompt, str):
-        return tokenizer.encode_text(request.prompt)
-    if isinstance(request.prompt, list):
-        if max(request.prompt) > (largest := tokenizer.largest_id):
-            raise ConfigError(f"prompt: got the token {max(request.prompt)}, the largest of this model is {largest}")
-        return np.array(request.prompt, np.int32)
-    if tokenizer.template is None:
-        raise ConfigError(
-            f"'{request.model}' has no chat template. Ask /v1/completions, or serve it with --template FILE"
-        )
-    messages = request.prompt
-    if system is not None and all(message.role != "system" for message in messages):
-        messages = (Message("system", system), *messages)
-    return tokenizer.encode_chat(messages, tools=request.tools)
+    def _refuse(self, job: PendingAnswer, error: Exception) -> None:
+        if isinstance(error, (RowError, ConfigError, DataError)):  # the template refuses it, or it is too long
+            job.pieces.put(BadRequest(400, str(error)))
+        elif isinstance(error, _NoCall):
+            job.pieces.put(BadRequest(500, str(error)))
+        else:  # such as a shortage of memory: the next request may be shorter
+            is_over = self._is_over(error)
+            reason = "the server is stopping" if is_over else f"the answer failed: {type(error).__name__}"
+            job.pieces.put(BadRequest(503 if is_over else 500, reason))
 
-
-def _calls(request: CompletionRequest, tokenizer: Tokenizer) -> TemplateCalls:
-    """Return how the model of a request writes calls. ConfigError if it is not told of tools."""
-    if tokenizer.calls is None:
-        raise ConfigError(
-            f"tools: the chat template of '{request.model}' writes no tools. Serve it with --template: "
-            f"{', '.join(WITH_TOOLS)}, or a Jinja file, if it was trained with that"
-        )
-    return tokenizer.calls
-
-
-@dataclass(frozen=True, slots=True)
-class BegunAnswer:
-    """An answer that begins with a call: its tokens, their text, and those from which the model chooses the name."""
-
-    ids: Sequence[int] = ()
-    text: str = ""
-    choices: Sequence[Sequence[int]] = ()
-
-
-def _begun(request: CompletionRequest, tokenizer: Tokenizer) -> BegunAnswer:
-    """Begin an answer up to the arguments of its call, or up to where the functions differ that may be called."""
-    calls, names = _calls(request, tokenizer), [request.function] if request.function else request.names
-    heads = [calls.forced(name) for name in names]
-    if None in heads:
-        raise ConfigError(
-            f"tool_choice: an answer of '{request.model}' cannot be made to begin with a call: its chat template "
-            "writes none that can be read back, or another text before an answer than it asks with. tool_choice: auto"
-        )
-    texts: list[list[int]] = [tokenizer.encode(head or "", special=False).tolist() for head in heads]
-    same = next((i for i, tokens in enumerate(zip(*texts, strict=False)) if len({*tokens}) > 1), len(texts[0]))
-    text = tokenizer.decode(texts[0][:same], tokenizer.call_marks)
-    while text.endswith("\N{REPLACEMENT CHARACTER}"):  # a name has a character of several tokens
-        same -= 1
-        text = tokenizer.decode(texts[0][:same], tokenizer.call_marks)
-    return BegunAnswer(texts[0][:same], text, [whole[same:] for whole in texts] if len(texts) > 1 else ())
-
-
-class AnswerText:
-    """The text of an answer: what of it is said, and the calls in it."""
-
-    def __init__(self, request: CompletionRequest, calls: TemplateCalls | None, begun: str) -> None:
-        """`begun`: how the answer begins with a call."""
-        self._reader = CallReader(calls.notations, parameters_of(request.tools)) if calls else None
-        self._takes_one = not request.is_parallel or request.must_call
-        self.num_calls = 0
-        if self._reader and calls:
-            self._reader.feed(begun[calls.num_common :])
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether it has the only call that it may have."""
-        return self._takes_one and self.num_calls > 0
-
-    def feed(self, text: str) -> list[str | WrittenCall]:
-        """Return what can be passed on when this text is added."""
-        if self._reader is None:
-            return [text] if text else []
-        return self._allowed(self._reader.feed(text))
-
-    def end(self, text: str) -> list[str | WrittenCall]:
-        """Add the end of the text. Return what is still to be passed on."""
-        return [*self.feed(text), *(self._allowed(self._reader.end()) if self._reader else [])]
-
-    def _allowed(self, pieces: list[str | WrittenCall]) -> list[str | WrittenCall]:
-        allowed: list[str | WrittenCall] = []
-        for piece in pieces:
-            if self.is_complete:
-                break
-            self.num_calls += isinstance(piece, WrittenCall)
-            allowed.append(piece)
-        return allowed
-
-
-def prompt_scores(
-    engine: Engine, tokenizer: Tokenizer, prompt: np.ndarray, top: int, *, as_ids: bool
-) -> dict[str, Any]:
-    """Return the table `logprobs` of a prompt (int32 [T]) in the form of OpenAI's older completions.
-
-    Its tokens, what they are worth, and others in their place.
-
-    `as_ids`: in place of their texts, which different tokens may share.
-    """
-    (said,) = token_logprobs(engine, [prompt], top)
-    texts = [tokenizer.decode_all([token]) for token in prompt.tolist()]
-    name: Callable[[int], str] = "token_id:{}".format if as_ids else lambda token: tokenizer.decode_all([token])
-    logprobs = [None, *said.logprobs[1:].tolist()]
-    tops: list[dict[str, float] | None] | None = None
-    if said.top is not None:
-        places = zip(said.top.tokens_Tk[1:].tolist(), said.top.logprobs_Tk[1:].tolist(), strict=True)
-        own = zip(prompt[1:].tolist(), said.logprobs[1:].tolist(), strict=True)
-        # The token itself is there too. Of texts that are alike the most probable token's is kept, which comes first.
-        tops = [None]
-        for (tokens, values), mine in zip(places, own, strict=True):
-            pairs = [mine, *reversed([*zip(tokens, values, strict=True)])]
-            tops.append({name(token): value for token, value in pairs})
-    return {
-        "tokens": [name(token) for token in prompt.tolist()], "token_logprobs": logprobs, "top_logprobs": tops,
-        "text_offset": [0, *accumulate(map(len, texts))][:-1],
-    }  # fmt: skip
+    def _is_over(self, error: BaseException) -> bool:
+        return isinstance(error, Preempted) or self._is_fatal(error)

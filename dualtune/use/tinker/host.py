@@ -7,6 +7,7 @@ says what is allowed, and leaves the run as it was.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import secrets
 import time
@@ -30,7 +31,7 @@ from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.directory import Adapter, read_adapter
 from dualtune.model.formats.naming import Naming, is_fan_in_fan_out
 from dualtune.train.fingerprints import fingerprints, plain_batch
-from dualtune.train.hooks import Watchers
+from dualtune.train.hooks import Event, Watchers
 from dualtune.train.inference import BASE_ONLY, LoadedModel, inference_spec, load_model
 from dualtune.train.model_checks import check_causality, check_packing, why_not_shared
 from dualtune.train.recovery import Recovery
@@ -74,7 +75,7 @@ class TrainingHost:
 
     def __init__(
         self, backend: Backend, base: str, runs_dir: Path, *, dtype: str = "auto", quantization: str = "auto",
-        micro_batch_tokens: int = AUTO_MICRO_BATCH_TOKENS,
+        micro_batch_tokens: int = AUTO_MICRO_BATCH_TOKENS, tell: Callable[[str], object] = lambda text: None,
     ) -> None:  # fmt: skip
         """Load the base, a directory or a hub id. `micro_batch_tokens`: how many go through the model at once."""
         self.base, self.runs_dir, self.backend = base, runs_dir, backend
@@ -89,7 +90,7 @@ class TrainingHost:
         self._model: LoadedModel | None = None  # without its engine, which is the seat's
         self._namings: dict[AdapterSpec, Naming] = {}
         self._seat = Seat(self._load)
-        self._sample_batches = SampleBatches(self._seat, backend)
+        self._sample_batches = SampleBatches(self._seat, backend, tell)
         engine = self._seat.use(None, BASE_ONLY)
         self._try_model(engine)
         self.vocab = engine.logprobs(plain_batch(np.zeros(1, np.int32))).shape[-1]
@@ -189,11 +190,12 @@ class TrainingHost:
         """
         check_adam(settings)
         own = self._run(run)
-        names = ("beta1", "beta2", "eps", "weight_decay")
-        engine = self._seat.update(own.state, {name: getattr(settings, name) for name in names})
+        constants = {name: getattr(settings, name) for name in ("beta1", "beta2", "eps", "weight_decay")}
+        engine = self._seat.update(own.state, constants)
         clip = settings.grad_clip_norm if settings.grad_clip_norm > 0 else None
         output = engine.optim_step(lr=settings.learning_rate, max_grad_norm=clip)
         own.state.has_gradient = False
+        own.state.updates = {**constants, "max_grad_norm": clip}
         norm = float(output.grad_norm)
         own.write_step(output, settings.learning_rate)
         if not math.isfinite(norm):
@@ -265,7 +267,7 @@ class TrainingHost:
         spec = own.state.weights.spec
         entries = {
             "config": self._config(spec, own.info), "place": {}, "schedule": {}, "guards": {},
-            "fingerprints": self._fingerprints,
+            "fingerprints": self._fingerprints, "updates": own.state.updates,
         }  # fmt: skip
         self._samplers.pop(f"tinker://{run}/weights/{name}", None)
         return own.directory.save(
@@ -470,6 +472,7 @@ class OpenRun:
         self.steps = self.num_samplers = 0
         self._lock = Lock(directory.path)
         self._metrics = Metrics(directory.path / METRICS, backend, Watchers([]))
+        self._updates: Mapping[str, float | None] = {}  # the constants that the last row of them has
         self._since = [0.0, 0, 0, 0]  # loss, targets with a weight, tokens and data since the last update
 
     def note(self, sums: LossSums, data: Sequence[Datum]) -> None:
@@ -478,7 +481,14 @@ class OpenRun:
         self._since = [before + more for before, more in zip(self._since, added, strict=True)]
 
     def write_step(self, output: StepOutput, lr: float) -> None:
-        """Write the row of an update. Its loss is the mean over the targets that have a weight."""
+        """Write the row of an update. Its loss is the mean over the targets that have a weight.
+
+        Before it one of the constants, where they are not those of the update before.
+        """
+        if self.state.updates != self._updates:
+            self._updates = self.state.updates
+            text = ", ".join(f"{name} {json.dumps(value)}" for name, value in self._updates.items())
+            self._metrics.event(Event(self.steps, "updates", f"AdamW with {text}", self._updates))
         self.steps += 1
         (loss, targets, tokens, documents), self._since = self._since, [0.0, 0, 0, 0]
         self._metrics.step(

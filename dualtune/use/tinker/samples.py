@@ -13,9 +13,8 @@ from functools import partial
 import numpy as np
 
 from dualtune.base.errors import ConfigError
-from dualtune.engine.adapter_bank import AdapterBank
 from dualtune.engine.backend import Engine
-from dualtune.train.batched import Bounds, PromptedRow, ended_rows, prompted_row
+from dualtune.train.batched import Bounds, PromptedRow, RowBatch, ended_rows, prompted_row
 from dualtune.train.inference import LoadedModel
 from dualtune.train.sampling import LIKELY_TOKENS, Sampling
 from dualtune.train.token_logprobs import TokenLogprobs, token_logprobs
@@ -57,11 +56,12 @@ def _ends(ends: Callable[[list[int]], bool], is_cancelled: Callable[[], bool], t
 
 def sampled(
     engine: Engine, pending: Mapping[int, PendingSamples], is_shortage: Callable[[BaseException], bool],
-    bank: AdapterBank | None = None,
+    batch: RowBatch | None = None,
 ) -> Iterator[tuple[int, SampleResult]]:  # fmt: skip
-    """Yield the index of each request and its result as they end. With a bank their rows have adapters of it."""
+    """Yield the index of each request and its result as they end. `batch`: into which their rows enter."""
     rows = [row for each in pending.values() for row in each.rows]
-    for row in ended_rows(engine, rows, Bounds(), None, is_shortage, lambda text: None, bank):
+    ended = batch.ended(rows) if batch else ended_rows(engine, rows, Bounds(), is_shortage, lambda text: None)
+    for row in ended:
         own = pending[row.number]
         own.num_ended += 1
         if own.num_ended == len(own.rows):

@@ -7,8 +7,8 @@ same base, which is then made anew; the base is loaded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from dualtune.engine.backend import Engine, OptimizerState
 from dualtune.model.adapter import AdapterSpec, Tensors, init_adapter, modules_of, tensor_name
 from dualtune.model.optimizer import OptimizerSpec, Shapes
 from dualtune.model.update_rules import Settings
+from dualtune.train.batched import RowBatch
 from dualtune.train.state.checkpoint import Checkpoint
 
 OPTIMIZER = OptimizerSpec("adamw")
@@ -29,6 +30,14 @@ class Weights:
     tensors: Tensors | None = None  # None: only the engine has them
 
 
+@dataclass(frozen=True, slots=True)
+class BankedWeights:
+    """Weights in a bank, by number, and the batch into which rows with them enter: it has them on the device."""
+
+    weights: Sequence[Weights]
+    batch: RowBatch
+
+
 @dataclass(eq=False, slots=True)
 class TrainingState:
     """What a run trains."""
@@ -37,6 +46,7 @@ class TrainingState:
     optimizer: OptimizerState | None  # None: only the engine has it
     gradient: Tensors | None = None  # None: there is none, or only the engine has it
     has_gradient: bool = False
+    updates: Mapping[str, float | None] = field(default_factory=dict[str, float | None])  # constants of the last one
 
 
 class Seat:
@@ -51,6 +61,7 @@ class Seat:
         self._run: TrainingState | None = None  # whose optimizer and gradient are in the engine
         self._weights: Weights | None = None  # which are in the engine
         self._settings: Settings = {}  # those of the engine's optimizer
+        self.banked: BankedWeights | None = None  # of the last samples; memory for training is worth more
 
     def new_run(self, spec: AdapterSpec, seed: int) -> TrainingState:
         """Return what a run with this seed starts from. ConfigError if the model has nothing that the spec adapts."""
@@ -59,6 +70,7 @@ class Seat:
 
     def train(self, run: TrainingState) -> Engine:
         """Return the engine with all that a run has."""
+        self.banked = None
         engine = self._engine_of(run.weights.spec)
         if self._run is not run:
             self._unseat()
@@ -125,7 +137,7 @@ class Seat:
 
     def close(self) -> None:
         """Free the engine. Runs that are seated lose what only it has."""
-        self._engine = self._spec = self._run = self._weights = self._neutral = None
+        self._engine = self._spec = self._run = self._weights = self._neutral = self.banked = None
 
     def _engine_of(self, spec: AdapterSpec) -> Engine:
         if self._engine is None or spec != self._spec:
@@ -179,4 +191,6 @@ def no_updates(shapes: Shapes) -> OptimizerState:
 def restored(spec: AdapterSpec, saved: Checkpoint, *, optimizer: bool) -> TrainingState:
     """Return the state of a checkpoint, with its optimizer or a new one."""
     shapes = {name: x.shape for name, x in saved.adapter.items()}
-    return TrainingState(Weights(spec, saved.adapter), saved.optimizer if optimizer else no_updates(shapes))
+    if not optimizer:
+        return TrainingState(Weights(spec, saved.adapter), no_updates(shapes))
+    return TrainingState(Weights(spec, saved.adapter), saved.optimizer, updates=saved.state.get("updates", {}))

@@ -1,0 +1,31 @@
+"""What may be put beside a model that answers requests, in the memory that is free: keys and values, adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dualtune.engine.backend import MemoryStats
+from dualtune.engine.memory.estimate import ITEM_BYTES
+from dualtune.engine.memory.shapes import UnknownShape, any_decoder
+
+CACHE_SHARE = 0.4  # for keys and values: while rows enter, those of all are there twice
+BANK_SHARE = 0.25  # for the adapters of a batch
+
+
+def cache_tokens(config: Mapping[str, Any], dtype: str, memory: MemoryStats) -> int | None:
+    """Return of how many tokens keys and values fit; None for a model, by its config.json, without a formula."""
+    try:
+        decoder = any_decoder(config)
+    except UnknownShape:
+        return None
+    return int(CACHE_SHARE * _free(memory)) // (decoder.layers * 2 * decoder.kv_width * ITEM_BYTES.get(dtype, 4))
+
+
+def bank_numbers(dtype: str, memory: MemoryStats) -> int:
+    """Return how many numbers a bank of adapters may have."""
+    return int(BANK_SHARE * _free(memory)) // ITEM_BYTES.get(dtype, 8)
+
+
+def _free(memory: MemoryStats) -> int:
+    return max(0, memory.total_bytes - memory.used_bytes)

@@ -1,0 +1,194 @@
+"""Requests at the same time are one batch: each is answered as if it were alone, whatever the others ask for."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dualtune.base.http_server import BadRequest
+from dualtune.engine.decoding import CannotBatch
+from dualtune.model.adapter import AdapterSpec, init_adapter, tensor_name
+from dualtune.model.config_file import vocabulary_size
+from dualtune.model.formats.directory import Adapter, write_adapter
+from dualtune.use.chat import load_adapter_set
+from dualtune.use.serve.answers import AT_ONCE, Answers
+from dualtune.use.serve.requests import read_request
+
+ASKED = [
+    {"model": "base", "temperature": 0},
+    {"model": "one", "temperature": 1.0, "seed": 1, "max_tokens": 3},
+    {"model": "two", "temperature": 0.8, "seed": 2, "top_p": 0.9},
+    {"model": "one", "temperature": 0, "stop": ["e", "a"]},
+    {"model": "two", "temperature": 0, "frequency_penalty": 2.0},
+    {"model": "base", "temperature": 2.0, "seed": 3, "top_k": 5, "max_tokens": 4},
+    {"model": "one", "prompt": "12", "max_tokens": 0, "echo": True, "logprobs": 1},
+    {"model": "two", "temperature": 1.5, "seed": 5, "min_p": 0.1, "presence_penalty": 1.0, "max_tokens": 12},
+    {"model": "base", "temperature": 0, "max_tokens": 1},
+]
+
+
+def written(path, shapes, rank, seed, **spec):
+    rng = np.random.default_rng(seed)
+    tensors = {n: rng.normal(0, 0.4, t.shape).astype(np.float32) for n, t in init_adapter(shapes, rank, 0).items()}
+    spec = AdapterSpec(rank, 2.0 * rank, 0.0, (*shapes,), **spec)
+    if spec.method == "dora":
+        for module, (rows, _) in shapes.items():
+            tensors[tensor_name(module, "m", "dora")] = np.ones(rows, np.float32)
+    write_adapter(path, Adapter(spec, tensors))
+    return path
+
+
+@pytest.fixture
+def open_set(open_backend, tiny_softmax, tiny_llama, tmp_path):
+    """A function from a backend to a set of two adapters of unlike ranks and layers."""
+
+    def opened(name, **spec):
+        if name == "numpy":
+            model, shapes = tiny_softmax, {"mixer": (8, 8), "head": (vocabulary_size(tiny_softmax), 8)}
+            each = {"mixer": (8, 8)}, shapes
+        else:
+            model, q = tiny_llama, "model.layers.0.self_attn.q_proj"
+            each = {q: (32, 32)}, {q: (32, 32), "model.layers.1.self_attn.o_proj": (32, 32)}
+        directories = {
+            label: written(tmp_path / label, shapes, rank, rank, **spec)
+            for label, shapes, rank in (("one", each[0], 2), ("two", each[1], 3))
+        }
+        return load_adapter_set(open_backend(name), str(model), directories)
+
+    return opened
+
+
+def answers_of(adapters, **options):
+    return Answers(adapters, max_tokens=9, max_prompt=100, max_waiting=64, time_limit_s=600, **options)
+
+
+def submitted(answers, number):
+    body = ASKED[number % len(ASKED)]
+    body = body if "prompt" in body else {"prompt": "12 and so on"[: 2 + number], **body}
+    return answers.submit(read_request(json.dumps(body).encode(), is_chat=False))
+
+
+def said(job):
+    """What a client has got: the pieces joined, and the end."""
+    pieces = [job.pieces.get_nowait() for _ in range(job.pieces.qsize())]
+    texts = "".join(piece for piece in pieces if isinstance(piece, str))
+    return texts, [piece for piece in pieces if not isinstance(piece, str)]
+
+
+def answered(answers, jobs):
+    for _ in range(1000):
+        if not answers._running and answers._next is None and answers._waiting.empty():
+            return [said(job) for job in jobs]
+        answers.answer_next()
+    pytest.fail("requests are not answered")
+
+
+def alone(adapters):
+    answers = answers_of(adapters, bounds=replace(AT_ONCE, rows=1))
+    return answered(answers, [submitted(answers, number) for number in range(len(ASKED))])
+
+
+def count_rows(monkeypatch, engine):
+    """How many rows each step of a batch has."""
+    counts, decoding = [], engine.decoding
+
+    def counted(*bank):
+        made = decoding(*bank)
+        advance = made.advance
+        made.advance = lambda tokens_B: counts.append(len(tokens_B)) or advance(tokens_B)
+        return made
+
+    monkeypatch.setattr(engine, "decoding", counted)
+    return counts
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch", "mlx"])
+def test_each_request_is_answered_as_if_it_were_alone(open_set, backend, monkeypatch):
+    """They come one by one, while others are answered, in a batch that is full at times."""
+    adapters = open_set(backend)
+    expected, counts = alone(adapters), count_rows(monkeypatch, adapters.engine)
+    told = []
+    answers = answers_of(adapters, bounds=replace(AT_ONCE, rows=5), tell=told.append)
+    jobs = []
+    for number in range(len(ASKED)):
+        jobs.append(submitted(answers, number))
+        answers.answer_next()
+    gone = submitted(answers, 0)
+    answers.answer_next()
+    gone.is_cancelled = True
+    assert answered(answers, jobs) == expected
+    assert len({text for text, _ in expected}) > 5 and max(counts) >= 4 and not told
+    assert sum(counts) < 100 and said(gone)[0] != expected[0][0]
+
+
+class Failing:
+    """A decoding that fails at its second step, or where memory is short for more than three rows."""
+
+    def __init__(self, inner, is_short):
+        self.enter, self._inner, self._is_short, self._steps = inner.enter, inner, is_short, 0
+
+    def advance(self, tokens_B):
+        self._steps += 1
+        if self._is_short and len(tokens_B) > 3:
+            raise MemoryError
+        if not self._is_short and self._steps == 2:
+            raise RuntimeError("a bad row")
+        return self._inner.advance(tokens_B)
+
+    def leave(self, staying):
+        self._inner.leave(staying)
+
+
+def refuse(*bank):
+    raise CannotBatch("its layers keep a state")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "most"),
+    [("fails", 14), ("short", 14), ("dora", 2), ("no bank", 2), ("no batch", 0), ("no room for a bank", 4)],
+)
+def test_what_is_no_batch_is_answered_one_after_another(open_set, trouble, most, monkeypatch, wording):
+    """Requests for the same adapter are a batch where unlike adapters are none."""
+    adapters = open_set("numpy", **({"method": "dora"} if trouble == "dora" else {}))
+    expected, engine, told = alone(adapters), adapters.engine, []
+    decoding = engine.decoding
+    if trouble in ("fails", "short"):
+        monkeypatch.setattr(engine, "decoding", lambda *bank: Failing(decoding(*bank), trouble == "short"))
+    elif trouble == "no bank":
+        monkeypatch.setattr(engine, "decoding", lambda *bank: refuse() if bank else decoding())
+    elif trouble == "no batch":
+        monkeypatch.setattr(engine, "decoding", refuse)
+    counts = count_rows(monkeypatch, engine)
+    options = {"bank_numbers": 1} if trouble == "no room for a bank" else {}
+    is_shortage = lambda error: isinstance(error, MemoryError)  # noqa: E731
+    answers = answers_of(adapters, tell=told.append, is_shortage=is_shortage, **options)
+    order = [number for number in range(len(ASKED)) for _ in range(2)]
+    jobs = [submitted(answers, number) for number in order]
+    assert answered(answers, jobs) == [expected[number] for number in order]
+    assert max(counts, default=0) == most
+    wording(told)
+
+
+def test_an_answer_that_fails_in_a_batch_is_an_error_for_its_client_alone(open_set, monkeypatch):
+    adapters = open_set("numpy")
+    expected, answers = alone(adapters), answers_of(adapters)
+    jobs = [submitted(answers, number) for number in range(4)]
+    answers.answer_next()
+    failing = answers._running[1]
+    monkeypatch.setattr(failing._tokens, "feed", lambda token: 1 / 0)
+    found = answered(answers, jobs)
+    assert [found[i] for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
+    (error,) = found[1][1]
+    assert isinstance(error, BadRequest) and error.status == 500 and "ZeroDivisionError" in str(error)
+
+
+def test_a_stop_ends_all_that_is_answered(open_set, monkeypatch):
+    adapters = open_set("numpy")
+    answers = answers_of(adapters, is_fatal=lambda error: isinstance(error, MemoryError))
+    jobs = [submitted(answers, number) for number in range(3)]
+    answers.answer_next()
+    monkeypatch.setattr(answers._rows._batch, "step", lambda: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        answers.answer_next()
+    assert [said(job)[1][-1].status for job in jobs] == [503] * 3
