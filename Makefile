@@ -8,7 +8,7 @@
 #              slurmd, slurm-client, munge and openssh-server
 # make test-interop   llama.cpp, built from source, reads what we write; a quarter of an hour the first time
 # make test-tinker   Tinker's client and recipes of its cookbook train a tiny model against serve --train on torch and MLX,
-#              and 64 clients for a minute (TINKER_PYTHON=… for an environment that has them); a quarter of an hour
+#              and 64 clients for a minute (TINKER_PYTHON=… for an environment that has them); half an hour
 # make test-null-gpu   the torch engine under torch's CUDA build, on a GPU that computes nothing (benchmarks/results/null_gpu.md); Linux
 #              on x86-64, 6 GB of packages (NULL_PYTHON=… for an environment that exists), some minutes
 # make test-trackers   trackio, W&B, MLflow and TensorBoard are sent a run, and what they have stored is read back
@@ -80,7 +80,8 @@ TINKER_PYTHON ?= .venv-tinker/bin/python
 test-tinker: $(TINKER_PYTHON)
 	DUALTUNE_SOAK_SECONDS=60 $(TINKER_PYTHON) -m pytest -m 'tinker or not tinker' tests/tinker
 
-# The cookbook without its own list of packages: that has tml-renderers, which some indexes lack and only models of Thinking Machines need.
+# The cookbook without its own list of packages: of these, some indexes lack tml-renderers, which only models of Thinking Machines
+# and Kimi need.
 .venv-tinker/bin/python:
 	$(PYTHON) -m venv .venv-tinker
 	.venv-tinker/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch \

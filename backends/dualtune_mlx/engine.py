@@ -204,14 +204,19 @@ class MlxEngine:
         if self._routing is not None:
             inputs |= self._routing.inputs(batch, divisor) | self._routed
         factor = mx.array(self._loss_scale / divisor)
+        with self._documents(batch), self._binding():
+            if self._is_full:
+                slopes, loss, routed = self._accumulate(self._params, self._start, self._loss, inputs, factor)
+                return self._with_slopes(slopes), loss, routed
+            return self._accumulate(self._params, self._start, self._grads, self._loss, inputs, factor)
+
+    @contextmanager
+    def _binding(self) -> Iterator[None]:
+        """Let a function bind its own arguments in the block, and bind the present weights again."""
         try:
-            with self._documents(batch):
-                if self._is_full:
-                    slopes, loss, routed = self._accumulate(self._params, self._start, self._loss, inputs, factor)
-                    return self._with_slopes(slopes), loss, routed
-                return self._accumulate(self._params, self._start, self._grads, self._loss, inputs, factor)
+            yield
         finally:
-            self._bind()  # the function above bound its own arguments
+            self._bind()
             self._bind_derived(self._derived)
             self._adapter.forget()
 
@@ -223,7 +228,40 @@ class MlxEngine:
         return grads
 
     def forward_backward_of(self, batch: Batch, weigh: Weigh, *, divisor: float) -> np.ndarray:
-        return weighed_in_two_passes(self, batch, weigh, divisor)
+        if not self._weighs_late(batch):
+            return weighed_in_two_passes(self, batch, weigh, divisor)
+        inputs = self._inputs(replace(batch, weights_BT=None), dropout=True) | self._derived
+        logprobs_BT, weighted = np.zeros(batch.labels_BT.shape, np.float32), 0.0
+
+        def weights_of(losses_N: mx.array) -> mx.array:
+            nonlocal weighted
+            is_target_BT, weights_N = batch.is_target_BT, np.zeros(losses_N.shape, np.float32)
+            logprobs_BT[is_target_BT] = -np.array(losses_N)[: batch.num_targets]  # padding follows them
+            weights_N[: batch.num_targets] = weights_BT = weigh(logprobs_BT)[is_target_BT]
+            weighted = -float(weights_BT @ logprobs_BT[is_target_BT])
+            return mx.array(weights_N)
+
+        def loss_of(inputs: Arrays) -> mx.array:
+            assert self._kernels.loss is not None
+            return cross_entropy.weighed_loss(*self._at_targets(self._kernels.loss, inputs), weights_of)
+
+        factor = mx.array(self._loss_scale / divisor)
+        with self._documents(batch), self._binding():
+            slopes, _, _ = self._slopes(self._params, self._start, self._loss, inputs, factor, loss_of)
+        self._grads, self._loss = self._grads + self._layout.flat(slopes), self._loss + weighted / divisor
+        mx.async_eval(self._grads, self._loss)
+        return logprobs_BT
+
+    def _weighs_late(self, batch: Batch) -> bool:
+        """Return whether a backward pass can take loss weights that follow from its forward pass.
+
+        Not those whose parts follow each other, nor where a weight is needed before: of what the head trains, of one
+        among several labels.
+        """
+        if self._is_full or self._residency is not None or self._routing is not None or self._kernels.loss is None:
+            return False
+        is_plain = not self._kernels.loss[1].trained and not self._request.label_smoothing
+        return is_plain and batch.labels_BT.ndim == 2 and batch.num_targets > 0
 
     def gradient(self) -> Tensors:
         return to_numpy(self._grads / self._loss_scale, self._tensors)
@@ -383,14 +421,18 @@ class MlxEngine:
         return grads + self._layout.flat(slopes), loss, routed
 
     def _slopes(
-        self, params: mx.array, start: mx.array, loss: mx.array, inputs: Arrays, factor: mx.array
-    ) -> tuple[Arrays, mx.array, Arrays]:
-        """Return the gradients of a micro-batch by name; the loss, and what routers do, with those of it added."""
+        self, params: mx.array, start: mx.array, loss: mx.array, inputs: Arrays, factor: mx.array,
+        loss_of: Callable[[Arrays], mx.array] | None = None,
+    ) -> tuple[Arrays, mx.array, Arrays]:  # fmt: skip
+        """Return the gradients of a micro-batch by name; the loss, and what routers do, with those of it added.
+
+        `loss_of`: the sum of its losses, if it is not that of its own weights.
+        """
         self._adapter.start = self._start_layout.named(start)
 
         def scaled_loss(params: Arrays) -> mx.array:
             self._adapter.bind(params)
-            return self._loss_sum(inputs, slopes=True) * factor
+            return (self._loss_sum(inputs, slopes=True) if loss_of is None else loss_of(inputs)) * factor
 
         self._bind_derived(inputs)
         named = self._computing(params)

@@ -202,6 +202,33 @@ def target_loss(
     return loss_and_slopes(rows_NH, *trained)[0]
 
 
+def weighed_loss(
+    hidden_BTH: mx.array, index_N: mx.array, labels_N: mx.array, head: Head, weigh: Callable[[mx.array], mx.array]
+) -> mx.array:
+    """The sum of the losses, whose gradient is that with loss weights. The head is frozen, and each target has a label.
+
+    `weigh` returns the weights of the losses, float32 [N]. It may look at these: the backward pass calls it.
+    """
+
+    def chunks(hidden_NH: mx.array) -> tuple[mx.array, mx.array]:
+        done: list[tuple[mx.array, ...]] = []
+        for rows in _chunk_rows(labels_N, head, None):
+            losses_n1, slopes_nV = _chunk(_after(done, hidden_NH[rows]), labels_N[rows], head)
+            done.append((losses_n1.squeeze(-1), head.back(slopes_nV, ())))
+        losses, slopes = zip(*done, strict=True)
+        return mx.concatenate([*losses]), mx.concatenate([*slopes])
+
+    losses_and_slopes: Any = mx.custom_function(chunks)
+
+    @losses_and_slopes.vjp
+    def _(hidden_NH: mx.array, cotangents: tuple[mx.array, ...], outputs: tuple[mx.array, ...]) -> mx.array:
+        factors_N = cotangents[0] * weigh(outputs[0])
+        factors_N = factors_N if head.temperature is None else factors_N / head.temperature
+        return (factors_N[:, None] * outputs[1]).astype(hidden_NH.dtype)
+
+    return losses_and_slopes(hidden_BTH.reshape(-1, hidden_BTH.shape[-1])[index_N])[0].sum()
+
+
 def target_logprobs(
     hidden_BTH: mx.array, index_N: mx.array, labels_N: mx.array, head: Head, *, chunk_elements: int | None = None
 ) -> mx.array:
