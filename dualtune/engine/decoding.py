@@ -102,7 +102,8 @@ def likely_rows(
     """Return the rows of what a device has computed, whatever the order of its tokens."""
     # One sort of integers, which is eight times as fast as one by two keys: above a token the bits of its logit,
     # inverted, so that the largest comes first. Adding 0 makes -0 equal to 0.
-    keys_BK = np.int64(~_ordered((logits_BK.astype(np.float32) + 0).view(np.int32))) << 32 | tokens_BK
+    falling_BK = ~_ordered((logits_BK.astype(np.float32) + 0).view(np.int32))
+    keys_BK = falling_BK.astype(np.int64) << 32 | tokens_BK
     keys_BK.sort(axis=-1)
     tokens_BK, logits_BK = keys_BK.astype(np.int32), _ordered(~(keys_BK >> 32).astype(np.int32)).view(np.float32)
     sums = zip(log_sums_B.tolist(), tempered_sums_B.tolist(), strict=True)
