@@ -123,14 +123,16 @@ def test_each_request_is_answered_as_if_it_were_alone(open_set, backend, monkeyp
 
 
 class Failing:
-    """A decoding that fails at its second step."""
+    """A decoding that fails at its second step, or where memory is short for more than three rows."""
 
-    def __init__(self, inner):
-        self.enter, self._inner, self._steps = inner.enter, inner, 0
+    def __init__(self, inner, is_short):
+        self.enter, self._inner, self._is_short, self._steps = inner.enter, inner, is_short, 0
 
     def advance(self, tokens_B):
         self._steps += 1
-        if self._steps == 2:
+        if self._is_short and len(tokens_B) > 3:
+            raise MemoryError
+        if not self._is_short and self._steps == 2:
             raise RuntimeError("a bad row")
         return self._inner.advance(tokens_B)
 
@@ -143,22 +145,24 @@ def refuse(*bank):
 
 
 @pytest.mark.parametrize(
-    ("trouble", "most"), [("fails", 14), ("dora", 2), ("no bank", 2), ("no batch", 0), ("no room for a bank", 4)]
+    ("trouble", "most"),
+    [("fails", 14), ("short", 14), ("dora", 2), ("no bank", 2), ("no batch", 0), ("no room for a bank", 4)],
 )
 def test_what_is_no_batch_is_answered_one_after_another(open_set, trouble, most, monkeypatch, wording):
     """Requests for the same adapter are a batch where unlike adapters are none."""
     adapters = open_set("numpy", **({"method": "dora"} if trouble == "dora" else {}))
     expected, engine, told = alone(adapters), adapters.engine, []
     decoding = engine.decoding
-    if trouble == "fails":
-        monkeypatch.setattr(engine, "decoding", lambda *bank: Failing(decoding(*bank)))
+    if trouble in ("fails", "short"):
+        monkeypatch.setattr(engine, "decoding", lambda *bank: Failing(decoding(*bank), trouble == "short"))
     elif trouble == "no bank":
         monkeypatch.setattr(engine, "decoding", lambda *bank: refuse() if bank else decoding())
     elif trouble == "no batch":
         monkeypatch.setattr(engine, "decoding", refuse)
     counts = count_rows(monkeypatch, engine)
     options = {"bank_numbers": 1} if trouble == "no room for a bank" else {}
-    answers = answers_of(adapters, tell=told.append, **options)
+    is_shortage = lambda error: isinstance(error, MemoryError)  # noqa: E731
+    answers = answers_of(adapters, tell=told.append, is_shortage=is_shortage, **options)
     order = [number for number in range(len(ASKED)) for _ in range(2)]
     jobs = [submitted(answers, number) for number in order]
     assert answered(answers, jobs) == [expected[number] for number in order]

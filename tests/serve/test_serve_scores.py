@@ -48,9 +48,30 @@ def test_a_prompt_is_scored_by_its_text_or_its_tokens(serve):
     assert scored(served, prompt=ids.tolist(), max_tokens=2, echo=None)[1]["usage"]["completion_tokens"] == 2
 
 
+def test_an_answer_has_the_logprobs_of_its_tokens(serve, hello):
+    served = serve()
+    tokenizer = served.server.answers._adapters.models["base"].tokenizer
+    asked = {"max_tokens": 4, "temperature": 0.7, "seed": 3}
+    _, answer = scored(served, **asked, echo=False, logprobs=2, return_tokens_as_token_ids=True)
+    said, prompt = answer["choices"][0]["logprobs"], tokenizer.encode_text("Hello you")
+    ids = [int(token.removeprefix("token_id:")) for token in said["tokens"]]
+    logprobs_TV = served.engine.logprobs(plain_batch(np.array([*prompt, *ids], np.int32)))[0, len(prompt) - 1 : -1]
+    assert len(ids) == 4 == answer["usage"]["completion_tokens"]
+    np.testing.assert_allclose(said["token_logprobs"], logprobs_TV[np.arange(4), ids], atol=1e-6)
+    for id, top, values_V in zip(ids, said["top_logprobs"], logprobs_TV, strict=True):
+        assert {f"token_id:{each}" for each in [*np.argsort(-values_V)[:2], id]} == top.keys()
+    _, answer = served.ask(hello | asked | {"logprobs": True, "top_logprobs": 2})
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == 4 and all(len(each["top_logprobs"]) == 2 for each in content)
+    assert {bytes(each["bytes"] or each["token"].encode()).decode() == each["token"] for each in content} == {True}
+    assert all(each["logprob"] <= each["top_logprobs"][0]["logprob"] for each in content)
+    assert served.ask(hello | asked)[1]["choices"][0]["logprobs"] is None
+    assert served.ask(hello | {"top_logprobs": 2})[0] == served.ask(hello | {"top_logprobs": 21})[0] == 400
+
+
 @pytest.mark.parametrize(("changes", "word"), [
     ({"max_tokens": 2}, "echo"), ({"echo": False}, "echo"), ({"stream": True}, "stream"),
-    ({"logprobs": 257}, "logprobs"), ({"max_tokens": 2, "echo": False, "logprobs": 1}, "logprobs"),
+    ({"logprobs": 257}, "logprobs"), ({"max_tokens": 2, "echo": False, "logprobs": 1, "stream": True}, "logprobs"),
     ({"prompt": [10**6]}, "prompt"),
     ({"prompt": []}, "prompt"), ({"prompt": [-1]}, "prompt"),
 ])  # fmt: skip

@@ -277,7 +277,7 @@ def test_a_template_that_writes_no_calls_reads_those_in_a_text_and_can_require_n
     ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format.type"),
     ({"logit_bias": {"5": 1}}, "logit_bias"), ({"n": 2}, "n"), ({"presence_penalty": -3}, "presence_penalty"),
-    ({"logprobs": True}, "logprobs"), ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"top_logprobs": 2}, "top_logprobs"), ({"reasoning_effort": "high"}, "reasoning_effort"),
 ])  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(client, options, param):
     with pytest.raises(openai.BadRequestError) as error:

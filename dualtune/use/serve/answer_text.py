@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +17,7 @@ from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.template import WITH_TOOLS
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Engine
+from dualtune.train.batched import PromptedRow
 from dualtune.train.token_logprobs import token_logprobs
 from dualtune.use.serve.requests import CompletionRequest
 
@@ -121,7 +123,7 @@ def prompt_scores(
     """
     (said,) = token_logprobs(engine, [prompt], top)
     texts = [tokenizer.decode_all([token]) for token in prompt.tolist()]
-    name: Callable[[int], str] = "token_id:{}".format if as_ids else lambda token: tokenizer.decode_all([token])
+    name = _namer(tokenizer, as_ids=as_ids)
     logprobs = [None, *said.logprobs[1:].tolist()]
     tops: list[dict[str, float] | None] | None = None
     if said.top is not None:
@@ -130,9 +132,47 @@ def prompt_scores(
         # The token itself is there too. Of texts that are alike the most probable token's is kept, which comes first.
         tops = [None]
         for (tokens, values), mine in zip(places, own, strict=True):
-            pairs = [mine, *reversed([*zip(tokens, values, strict=True)])]
-            tops.append({name(token): value for token, value in pairs})
+            tops.append(_by_name(name, [mine, *reversed([*zip(tokens, values, strict=True)])]))
     return {
         "tokens": [name(token) for token in prompt.tolist()], "token_logprobs": logprobs, "top_logprobs": tops,
         "text_offset": [0, *accumulate(map(len, texts))][:-1],
     }  # fmt: skip
+
+
+def answer_scores(request: CompletionRequest, tokenizer: Tokenizer, row: PromptedRow) -> dict[str, Any]:
+    """Return the table `logprobs` of an answer: its tokens, what they are worth, and others in their place.
+
+    In the form of OpenAI's chats, or of its older completions.
+    """
+    tokens, logprobs = row.tokens, (row.choose.logprobs or [])[: len(row.tokens)]  # without that of what ended it
+    tops = [zip(ids.tolist(), values.tolist(), strict=True) for ids, values in row.choose.top] or [()] * len(tokens)
+    places = [*zip(tokens, logprobs, map(list[tuple[int, float]], tops), strict=False)]
+    if request.is_chat:
+        scored = partial(_scored_token, tokenizer)
+        content = [
+            scored(token, logprob) | {"top_logprobs": [scored(*each) for each in top]} for token, logprob, top in places
+        ]
+        return {"content": content}
+    name = _namer(tokenizer, as_ids=request.as_ids)
+    texts = [tokenizer.decode_all([token]) for token in tokens]
+    return {
+        "tokens": [*map(name, tokens)], "token_logprobs": logprobs,
+        "top_logprobs": [_by_name(name, [(token, logprob), *reversed(top)]) for token, logprob, top in places]
+        if request.logprobs else None,
+        "text_offset": [0, *accumulate(map(len, texts))][:-1],
+    }  # fmt: skip
+
+
+def _scored_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    text = tokenizer.decode_all([token])
+    is_part = "\N{REPLACEMENT CHARACTER}" in text  # of a character
+    return {"token": text, "logprob": logprob, "bytes": None if is_part else [*text.encode()]}
+
+
+def _namer(tokenizer: Tokenizer, *, as_ids: bool) -> Callable[[int], str]:
+    return "token_id:{}".format if as_ids else lambda token: tokenizer.decode_all([token])
+
+
+def _by_name(name: Callable[[int], str], pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Return log-probabilities by the names of their tokens. Of names that are alike the last one's is kept."""
+    return {name(token): value for token, value in pairs}

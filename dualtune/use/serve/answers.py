@@ -20,7 +20,15 @@ from dualtune.train.batched import Bounds, PromptedRow
 from dualtune.train.inference import LoadedModel, StopTexts, TokenText, allowed_tokens
 from dualtune.train.sampling import Chooser
 from dualtune.use.chat import AdapterSet
-from dualtune.use.serve.answer_text import AnswerText, BegunAnswer, begun_answer, calls_of, encoded, prompt_scores
+from dualtune.use.serve.answer_text import (
+    AnswerText,
+    BegunAnswer,
+    answer_scores,
+    begun_answer,
+    calls_of,
+    encoded,
+    prompt_scores,
+)
 from dualtune.use.serve.requests import CompletionRequest
 from dualtune.use.serve.rows import ServedRows, batch_groups
 
@@ -45,13 +53,13 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScores:
-    """What the model says of the prompt."""
+class TokenScores:
+    """What the model says of the prompt, or of the answer."""
 
     table: Mapping[str, Any]
 
 
-Piece = str | WrittenCall | PromptScores | Finish
+Piece = str | WrittenCall | TokenScores | Finish
 
 
 @dataclass(slots=True)
@@ -91,12 +99,14 @@ class RunningAnswer:
         """`choices`: tokens, with some of which it begins. `ends`: the time after which it gets no other token."""
         request, tokenizer = job.request, model.tokenizer
         self.job, self.error, self._text, self._ends, self._is_late = job, None, text, ends, False
+        self._tokenizer = tokenizer
         self._tokens = TokenText(tokenizer, prompt, tokenizer.call_marks if request.tools else frozenset())
         self._cut = StopTexts(request.stops)
         limit = allowed_tokens(model, prompt, max_tokens)
         choose = Chooser(
-            replace(request.sampling, max_tokens=limit), tokenizer.stop_ids, penalties=request.penalties, first=choices
-        )
+            replace(request.sampling, max_tokens=limit), tokenizer.stop_ids, penalties=request.penalties, first=choices,
+            keeps_logprobs=request.logprobs is not None, keeps_top=request.logprobs or 0,
+        )  # fmt: skip
         self.row = PromptedRow(number, prompt, limit, choose, self._ends_with, has_ended=not limit)
 
     def _ends_with(self, tokens: list[int]) -> bool:
@@ -122,6 +132,8 @@ class RunningAnswer:
             words = "".join(piece for piece in last_pieces if isinstance(piece, str))
             raise _NoCall(f"tool_choice: the answer began as a call, and the model wrote none: {words[:200]}. {FORCED}")
         self._pass_on(last_pieces)
+        if self.job.request.logprobs is not None:
+            self.job.pieces.put(TokenScores(answer_scores(self.job.request, self._tokenizer, self.row)))
         reason = ("tool_calls" if text.num_calls else "stop") if is_whole else "length"
         self.job.pieces.put(Finish(reason, len(self.row.prompt), len(self.row.tokens)))
 
@@ -239,7 +251,7 @@ class Answers:
         self._adapters.use(request.model)
         table = prompt_scores(self._adapters.engine, tokenizer, prompt, top, as_ids=request.as_ids)
         job.pieces.put(request.prompt if isinstance(request.prompt, str) else tokenizer.decode_all(prompt.tolist()))
-        job.pieces.put(PromptScores(table))
+        job.pieces.put(TokenScores(table))
         job.pieces.put(Finish("length", len(prompt), 0))
 
     def _question(self, request: CompletionRequest) -> np.ndarray:

@@ -21,7 +21,7 @@ from dualtune.train.sampling import Penalties, Sampling
 MAX_BODY = 1 << 20  # bytes
 MAX_MESSAGES, MAX_TEXT = 1000, 1 << 19  # characters of a message
 MAX_STOPS, MAX_STOP = 8, 200
-MAX_LOGPROBS = 256  # tokens in each place
+MAX_LOGPROBS, MAX_TOP_LOGPROBS = 256, 20  # tokens in each place; of a chat as in OpenAI's API
 MAX_TOOLS, MAX_CALLS = 128, 128  # of a request, of a message
 # Accepted and without an effect, unless the value is one that says so itself: `store: false` asks for nothing.
 WITHOUT_EFFECT = ("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -122,8 +122,8 @@ class _Body(_Strict):
 class _ChatBody(_Body):
     messages: Annotated[list[_ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     response_format: _Format | None = None
     modalities: list[Literal["text"]] | None = None
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -159,6 +159,7 @@ class CompletionRequest:
     must_call: bool = False
     function: str | None = None  # the one that must be called
     is_parallel: bool = True  # an answer may have several calls
+    logprobs: int | None = None  # of the answer's tokens, with so many others in the place of each; None: not asked for
     scored: int | None = None  # so many tokens in the place of each of the prompt, which is not continued; None: it is
     as_ids: bool = False  # their ids in place of their texts
     ignored: tuple[str, ...] = ()  # keys of the request without an effect
@@ -184,10 +185,12 @@ def read_request(raw: bytes, *, is_chat: bool) -> CompletionRequest:
         raise BadRequest(400, f"stop: got {len(stops)} texts, allowed: {MAX_STOPS}", "stop")
     options: dict[str, Any] = {}
     if isinstance(body, _ChatBody):
-        options = _calls(body)
+        options = {**_calls(body), "logprobs": _chat_logprobs(body)}
         prompt, most = _messages(body, options["tools"]), body.max_completion_tokens
     else:
         prompt, most, options = body.prompt, None, _scores(body)
+    if body.stream and options["logprobs"] is not None:
+        raise BadRequest(400, "logprobs: is not supported in a stream; allowed: stream false", "logprobs")
     penalties = Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0)
     sampling = Sampling(
         temperature=1.0 if body.temperature is None else body.temperature, top_p=body.top_p or 1.0,
@@ -206,11 +209,18 @@ def _scores(body: _TextBody) -> dict[str, Any]:
     is_scored = body.max_tokens == 0
     if bool(body.echo) != is_scored:
         raise BadRequest(400, "echo: is supported with max_tokens: 0 alone, which scores the prompt", "echo")
-    if body.logprobs is not None and not is_scored:
-        raise BadRequest(400, "logprobs: is supported of the prompt alone, with echo and max_tokens: 0", "logprobs")
     if body.stream and is_scored:
         raise BadRequest(400, "stream: a prompt that is scored is answered at once; allowed: false", "stream")
-    return {"scored": body.logprobs or 0 if is_scored else None, "as_ids": bool(body.return_tokens_as_token_ids)}
+    return {
+        "scored": body.logprobs or 0 if is_scored else None, "logprobs": None if is_scored else body.logprobs,
+        "as_ids": bool(body.return_tokens_as_token_ids),
+    }  # fmt: skip
+
+
+def _chat_logprobs(body: _ChatBody) -> int | None:
+    if body.top_logprobs and not body.logprobs:
+        raise BadRequest(400, "top_logprobs: needs logprobs: true", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
 
 
 def _ignored(body: _Body) -> tuple[str, ...]:

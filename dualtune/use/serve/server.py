@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from dualtune.base.http_server import ApiHandler, ApiServer, BadRequest
 from dualtune.data.chat.call_notations import WrittenCall
-from dualtune.use.serve.answers import Answers, Finish, PendingAnswer, PromptScores
+from dualtune.use.serve.answers import Answers, Finish, PendingAnswer, TokenScores
 from dualtune.use.serve.requests import MAX_BODY, CompletionRequest, read_request
 
 PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # path -> whether it is a chat
@@ -87,7 +87,7 @@ class Handler(ApiHandler):
                 finish = piece
             elif isinstance(piece, WrittenCall):
                 calls.append(piece)
-            elif isinstance(piece, PromptScores):
+            elif isinstance(piece, TokenScores):
                 scores = piece.table
             else:
                 text += piece
