@@ -31,8 +31,9 @@ from dualtune_mlx.methods import AdaptedLayer, DropoutSeeds
 SWITCHES = (SwitchLinear, QuantizedSwitchLinear)
 # mlx-lm's names of the projections, by what they are: those of experts without a gate are numbered.
 NAMES = {GATE: GATE, UP: UP, DOWN: DOWN, "fc1": UP, "fc2": DOWN}
-# Tensors of files with stacks of gate and up together, or of down.
+# Tensors of files with stacks of gate and up together, or of down; and what they are in Granite's.
 FUSED, STACKED_DOWN = "gate_up_proj", "down_proj"
+GRANITE = {FUSED: "input_linear.weight", STACKED_DOWN: "output_linear.weight"}
 
 
 class StackedFactors:
@@ -194,7 +195,7 @@ def expert_places(model: nn.Module, base: BaseWeights) -> dict[str, list[FilePla
             continue
         if (own := stored.get(f"{within_stack(path)}.weight")) is not None:
             places[path] = [FilePlace(own, expert=number) for number in range(count)]
-        elif place := _in_stack(base, stored, f"{parent}.experts", role, shape, interleaved=interleaved):
+        elif place := _in_stack(base, stored, parent, role, shape, interleaved=interleaved):
             places[path] = [place._replace(expert=number) for number in range(count)]
     return places
 
@@ -202,7 +203,7 @@ def expert_places(model: nn.Module, base: BaseWeights) -> dict[str, list[FilePla
 def _in_stack(
     base: BaseWeights,
     stored: Mapping[str, str],
-    container: str,
+    parent: str,
     role: str,
     shape: tuple[int, int],
     *,
@@ -210,8 +211,8 @@ def _in_stack(
 ) -> FilePlace | None:
     """Return the place of one expert's matrix in a stack of transformers' form; None if there is none."""
     parameter, (out, in_) = STACKED_DOWN if role == DOWN else FUSED, shape
-    ends = (f"{container}.{parameter}{end}" for end in ("", ".weight", "_blocks"))
-    name = next((stored[end] for end in ends if end in stored), None)
+    names = [f"{parent}.experts.{parameter}{end}" for end in ("", ".weight", "_blocks")]
+    name = next((stored[n] for n in (*names, f"{parent}.{GRANITE[parameter]}") if n in stored), None)
     if name is None:
         return None
     rows = None

@@ -32,7 +32,7 @@ from dualtune.model.formats.naming import (
     rename_modules,
 )
 from dualtune.model.formats.stacks import taking_turns
-from dualtune.model.targets import is_embedding, is_head, is_in_router, is_text, matched, position_of
+from dualtune.model.targets import is_embedding, is_expert, is_head, is_in_router, is_text, matched, position_of
 from dualtune.model.weight_files import has_weights, weights_in
 
 
@@ -64,12 +64,14 @@ def canonical_names(places: Mapping[str, FilePlace]) -> dict[str, str]:
 def expert_stack(places: Sequence[FilePlace], role: str) -> str:
     """Return the canonical name of the stack of a projection of all experts, from the places of its matrices.
 
-    It has the names of the files where these hold experts one by one, else the projection's name beside the tensor.
+    It has the names of the files where these hold experts one by one, else the projection's name beside the tensor,
+    inside of `experts` where the files know none (Granite's `input_linear`).
     """
     first = places[0]
     if first.expert is None and (expert := expert_of(first.module)) is not None:
         return expert.stack
-    return f"{first.tensor.removesuffix('.weight').rpartition('.')[0]}.{ALL}.{role}"
+    container = first.tensor.removesuffix(".weight").rpartition(".")[0]
+    return f"{container if is_expert(container) else f'{container}.experts'}.{ALL}.{role}"
 
 
 def check_places(modules: Iterable[str], placed: Collection[str], library: str) -> None:

@@ -169,6 +169,7 @@ LONG = pytest.mark.long
         ("llama", "adamw"), ("llama", "muon"), ("mixtral", "muon"), ("gpt_oss", "adafactor"),
         pytest.param("gpt2", "adamw", marks=LONG), pytest.param("mixtral", "adafactor", marks=LONG),
         pytest.param("qwen3_moe", "lion_8bit", marks=LONG), pytest.param("gpt_oss", "muon", marks=LONG),
+        pytest.param("granitemoe", "adafactor", marks=LONG),
     ],
 )  # fmt: skip
 def test_a_run_moves_to_torch_in_the_middle(engine_of, tmp_path, family, optimizer):

@@ -45,6 +45,7 @@ ALSO = {
     "deepseek_v3": tiny_families.FAMILIES["deepseek_v3"],
     "deepseek_v2": tiny_families.FAMILIES["deepseek_v3"] | {"topk_method": "greedy"},
     "glm4_moe": tiny_families.FAMILIES["glm4_moe"],
+    "granitemoe": tiny_families.FAMILIES["granitemoe"],
 }
 SPEC = AdapterSpec(4, 6.0, 0.0, ("all-linear",), experts=True)
 VOCAB, LENGTHS, BATCH = tiny_families.VOCAB, tiny_families.LENGTHS, tiny_families.BATCH

@@ -16,7 +16,7 @@ from typing import Any, cast
 from dualtune.base import fields
 from dualtune.base.errors import ConfigError, FormatError
 from dualtune.model.adapter import PREFIX, Tensors, is_module_path, owner_of
-from dualtune.model.experts import DOWN, GATE, UP
+from dualtune.model.experts import DOWN, GATE, UP, in_transformers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # GPT-2's linear layers, which transformers and mlx-lm store and name differently.
@@ -113,6 +113,10 @@ class ExpertNames:
 
     def of(self, role: str) -> str:
         return {GATE: self.gate, UP: self.up, DOWN: self.down}[role]
+
+    def in_transformers(self, container: str) -> str:
+        """Return what transformers calls a mixture: it renames those whose files have w1, w2 and w3."""
+        return container if self.gate == GATE else in_transformers(container)
 
 
 @dataclass(frozen=True, slots=True)

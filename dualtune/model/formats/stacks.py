@@ -22,7 +22,7 @@ import numpy as np
 
 from dualtune.base.errors import FormatError
 from dualtune.model.adapter import Tensors, modules_of, parse_name, tensor_name, within_stack
-from dualtune.model.experts import DOWN, GATE, ROLES, UP, Expert, expert_of, in_transformers, members, stacks_of
+from dualtune.model.experts import DOWN, GATE, ROLES, UP, Expert, expert_of, members, stacks_of
 from dualtune.model.formats.canonical import Pair, Pairs, fold, pad
 from dualtune.model.formats.naming import ExpertNames
 from dualtune.model.targets import is_target
@@ -69,7 +69,7 @@ def to_parameters(tensors: Tensors, names: ExpertNames, scale_of: Callable[[str]
             found[tensor_name(layer, "A")] = np.ascontiguousarray(A_ErI.reshape(-1, A_ErI.shape[2]))
             found[tensor_name(layer, "B")] = np.ascontiguousarray(B_EOr.transpose(1, 2, 0).reshape(B_EOr.shape[1], -1))
             scale = scales[DOWN if parameter == DOWN else FUSED]
-            forms[within_stack(f"{in_transformers(container)}.{parameter}")] = rank, scale
+            forms[within_stack(f"{names.in_transformers(container)}.{parameter}")] = rank, scale
     return Parameters(others, found, forms)
 
 
@@ -154,7 +154,7 @@ def from_parameters(
         if not is_mixture(module):
             continue
         container = module.removesuffix(INNER)
-        mixture = in_transformers(container)
+        mixture = names.in_transformers(container)
         first = [name for name in (FUSED, UNGATED) if is_target(f"{mixture}.{name}", parameters)]
         has_down = container in pairs and (container + INNER in pairs or not first)
         parameter = first[0] if first and (module != container or not has_down) else DOWN

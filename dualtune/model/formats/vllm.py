@@ -35,6 +35,8 @@ def _problem(spec: AdapterSpec, tensors: Mapping[str, Any], naming: Naming) -> s
     modules = modules_of(tensors)
     if naming.towers and any(map(expert_of, modules)):
         return "the names that vLLM has for experts of models with other parts are not known here"
+    if naming.experts.gate == GATE and any("block_sparse_moe.experts." in module for module in modules):
+        return "the names that vLLM has for the experts of Granite's files are not known here"
     if missing := _missing(modules, naming):
         return f"vLLM loads gate, up and down of every expert of a layer together, and {missing} has no adapter"
     return None
