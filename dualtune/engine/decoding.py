@@ -100,10 +100,33 @@ def likely_rows(
     tokens_BK: np.ndarray, logits_BK: np.ndarray, log_sums_B: np.ndarray, tempered_sums_B: np.ndarray
 ) -> list[LikelyRow]:
     """Return the rows of what a device has computed, whatever the order of its tokens."""
-    order_BK = np.lexsort((tokens_BK, -logits_BK), axis=-1)
-    tokens_BK, logits_BK = (np.take_along_axis(each, order_BK, -1) for each in (tokens_BK, logits_BK))
+    # One sort of integers, which is eight times as fast as one by two keys: above a token the bits of its logit,
+    # inverted, so that the largest comes first. Adding 0 makes -0 equal to 0.
+    falling_BK = ~_ordered((logits_BK.astype(np.float32) + 0).view(np.int32))
+    keys_BK = falling_BK.astype(np.int64) << 32 | tokens_BK
+    keys_BK.sort(axis=-1)
+    tokens_BK, logits_BK = keys_BK.astype(np.int32), _ordered(~(keys_BK >> 32).astype(np.int32)).view(np.float32)
     sums = zip(log_sums_B.tolist(), tempered_sums_B.tolist(), strict=True)
     return [LikelyRow(*row, *both) for row, both in zip(zip(tokens_BK, logits_BK, strict=True), sums, strict=True)]
+
+
+def _ordered(bits: np.ndarray) -> np.ndarray:
+    """Return the bits of float32 as int32 in the order of the numbers; and back."""
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
+
+
+def likely_on_host(logits_BV: np.ndarray, most: int, temperatures_B: np.ndarray) -> list[LikelyRow]:
+    """Return the `most` most probable tokens of each row of logits, float32 [B, V], that NumPy can read."""
+    most = min(most, logits_BV.shape[1])
+    tokens_BK = np.argpartition(logits_BV, -most, axis=-1)[:, -most:]
+    logits_BK = np.take_along_axis(logits_BV, tokens_BK, -1)
+    largest_B1 = logits_BK.max(-1, keepdims=True)
+    shifted_BV = logits_BV - largest_B1
+    sums_B = tempered_sums_B = np.log(np.exp(shifted_BV).sum(-1))
+    if (temperatures_B != 1).any():
+        with np.errstate(over="ignore"):  # of a very low temperature
+            tempered_sums_B = np.log(np.exp(shifted_BV / temperatures_B[:, None]).sum(-1))
+    return likely_rows(tokens_BK, logits_BK, largest_B1[:, 0] + sums_B, tempered_sums_B)
 
 
 class NextLogits(Protocol):

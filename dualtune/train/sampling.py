@@ -21,6 +21,7 @@ from dualtune.engine.decoding import LikelyRow, NextLogits, likely_rows
 LOWEST = 1e-30  # temperature of a device, in float32
 LIKELY_TOKENS = 256  # of each row, which leave the device; all do where these do not decide
 UNDECIDED = -1  # in the place of a token
+BLOCK = 1 << 18  # probabilities that are computed at once, if not of one row: 2 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +110,25 @@ class Chooser:
         self._begins = [text_ids[1:] for text_ids in self._begins if text_ids[0] == token] if allowed else ()
         if self.logprobs is None and not self._keeps_top:
             return self._taken(token, math.nan, None)
-        return self._taken_of(likely_of(raw_V, self.sampling.temperature or 1.0), token, raw_V[token])
+        return self.take(likely_of(raw_V, self.sampling.temperature or 1.0), token, raw_V[token])
 
     def _sampled(self, logits_V: np.ndarray) -> int:
         likely = likely_of(logits_V, self.sampling.temperature)
         index = self._index_among(likely)
         return self._beyond(likely, logits_V) if index is None else int(likely.tokens_K[index])
+
+    @property
+    def draws_from_all(self) -> bool:
+        """Whether the next token is drawn from the probabilities as they are, of which none is left out."""
+        is_free = not (self._leaves_out or self._penalties or self._begins)
+        return is_free and self.sampling.temperature != 0 and self._produced < self.sampling.max_tokens
+
+    @property
+    def share(self) -> float:
+        """The share of the probability at which the next token lies."""
+        if self._u is None:
+            self._u = self._rng.random()
+        return self._u
 
     def among(self, likely: LikelyRow) -> int | None:
         """Return the next token id, or UNDECIDED: the likely tokens do not decide it, and `beyond` must be asked."""
@@ -123,18 +137,17 @@ class Chooser:
         if self._penalties or self._begins:
             return UNDECIDED
         index = self._index_among(likely)
-        return (
-            UNDECIDED if index is None else self._taken_of(likely, int(likely.tokens_K[index]), likely.logits_K[index])
-        )
+        return UNDECIDED if index is None else self.take(likely, int(likely.tokens_K[index]), likely.logits_K[index])
 
     def beyond(self, likely: LikelyRow, logits_V: np.ndarray) -> int | None:
         """Return the next token id, which the likely ones have not decided, by all logits, float32 [V]."""
         if self._penalties or self._begins:
             return self(logits_V)
         token = self._beyond(likely, logits_V)
-        return self._taken_of(likely, token, logits_V[token])
+        return self.take(likely, token, logits_V[token])
 
-    def _taken_of(self, likely: LikelyRow, token: int, logit: SupportsFloat) -> int | None:
+    def take(self, likely: LikelyRow, token: int, logit: SupportsFloat) -> int | None:
+        """Take a token that was drawn, with this logit. Return it, or None if it ends the continuation."""
         return self._taken(token, float(likely.logprobs(np.asarray(logit), self._own_temperature)), likely)
 
     @property
@@ -166,18 +179,15 @@ class Chooser:
         """Return the index of the next token among the likely ones. None if it may be another."""
         if self.sampling.temperature == 0:
             return 0
-        if self._u is None:
-            self._u = self._rng.random()
-        return self._drawn(self._probabilities(likely.logits_K, likely), self._u, is_all=False)
+        return self._drawn(self._probabilities(likely.logits_K, likely), self.share, is_all=False)
 
     def _probabilities(self, logits: np.ndarray, likely: LikelyRow) -> np.ndarray:
         """Return the probabilities of tokens, of which some are left out later, float64."""
-        factor = math.exp(-likely.tempered_sum)
-        return _unnormalized(logits, likely.logits_K[0], self.sampling.temperature) * factor
+        return _probabilities([(self, likely)], logits[None])[0]
 
     def _beyond(self, likely: LikelyRow, logits_V: np.ndarray) -> int:
         """Return the next token id where the likely ones do not decide it."""
-        probs_V, u = self._probabilities(logits_V, likely), cast(float, self._u)
+        probs_V, u = self._probabilities(logits_V, likely), self.share
         if self._leaves_out:  # which ones is known when all are sorted, which takes long
             order = np.argsort(-probs_V, kind="stable")
             return int(order[cast(int, self._drawn(probs_V[order], u, is_all=True))])
@@ -218,7 +228,7 @@ def likely_of(logits_V: np.ndarray, temperature: float) -> LikelyRow:
         tokens = np.argpartition(-logits_V, LIKELY_TOKENS)[:LIKELY_TOKENS].astype(np.int32)
     exact_V = logits_V.astype(np.float64)
     log_sum = _log_sum(exact_V)
-    tempered_sum = np.log(_unnormalized(exact_V, exact_V.max(), temperature).sum())
+    tempered_sum = np.log(_unnormalized(exact_V, float(exact_V.max()), temperature).sum())
     (row,) = likely_rows(tokens[None], logits_V[tokens][None], np.array([log_sum]), np.array([tempered_sum]))
     return row
 
@@ -228,19 +238,71 @@ def _log_sum(logits_V: np.ndarray) -> float:
     return float(largest + np.log(np.exp(logits_V - largest).sum()))
 
 
-def _unnormalized(logits: np.ndarray, largest: SupportsFloat, temperature: float) -> np.ndarray:
+def _unnormalized(logits: np.ndarray, largest: float | np.ndarray, temperature: float | np.ndarray) -> np.ndarray:
     """Return probabilities but for a factor, float64."""
     with np.errstate(over="ignore"):  # of a very low temperature: all but the most probable tokens get exp(-inf)
-        return np.exp((logits.astype(np.float64) - float(largest)) / temperature)
+        return np.exp((logits.astype(np.float64) - largest) / temperature)
 
 
 def choose_all(choosers: Sequence[Chooser], logits: NextLogits) -> list[int | None]:
     """Return the next token for each row of the logits, of which each has its chooser; None where it ends."""
     temperatures = [each.sampling.temperature or 1.0 for each in choosers]
     likely = logits.likely(LIKELY_TOKENS, np.maximum(temperatures, LOWEST).astype(np.float32))
-    chosen = [chooser.among(row) for chooser, row in zip(choosers, likely, strict=True)]
-    undecided = [i for i, token in enumerate(chosen) if token == UNDECIDED]
+    rows = [*zip(choosers, likely, strict=True)]
+    # Rows that draw from all tokens are drawn together: one by one, NumPy takes longer to begin than to compute.
+    together = [i for i, chooser in enumerate(choosers) if chooser.draws_from_all]
+    chosen = dict(zip(together, _drawn_among([rows[i] for i in together]), strict=True))
+    alone = [i for i in range(len(rows)) if i not in chosen]
+    chosen |= {i: choosers[i].among(likely[i]) for i in alone}
+    undecided = [i for i in (*together, *alone) if chosen[i] == UNDECIDED]
     if undecided:  # all logits of these rows leave the device together
-        for i, logits_V in zip(undecided, logits.rows(undecided), strict=True):
+        logits_UV, count = logits.rows(undecided), sum(chosen[i] == UNDECIDED for i in together)
+        step = max(1, BLOCK // logits_UV.shape[1])
+        for begin in range(0, count, step):
+            part = undecided[begin : min(begin + step, count)]
+            tokens = _drawn_beyond([rows[i] for i in part], logits_UV[begin : begin + len(part)])
+            chosen |= dict(zip(part, tokens, strict=True))
+        for i, logits_V in zip(undecided[count:], logits_UV[count:], strict=True):
             chosen[i] = choosers[i].beyond(likely[i], logits_V)
-    return chosen
+    return [chosen[i] for i in range(len(rows))]
+
+
+Rows = Sequence[tuple[Chooser, LikelyRow]]
+
+
+def _drawn_among(rows: Rows) -> list[int | None]:
+    """Return what `Chooser.among` returns of each row."""
+    if not rows:
+        return []
+    ends_BK = np.cumsum(_probabilities(rows, np.stack([row.logits_K for _, row in rows])), axis=-1)
+    places_B = (ends_BK <= _shares(rows)[:, None]).sum(-1).tolist()
+    return [
+        chooser.take(row, int(row.tokens_K[place]), row.logits_K[place]) if place < len(row.tokens_K) else UNDECIDED
+        for (chooser, row), place in zip(rows, places_B, strict=True)
+    ]
+
+
+def _drawn_beyond(rows: Rows, logits_BV: np.ndarray) -> list[int | None]:
+    """Return what `Chooser.beyond` returns of each row."""
+    probs_BV, tokens_BK = _probabilities(rows, logits_BV), np.stack([row.tokens_K for _, row in rows])
+    masses_B = np.take_along_axis(probs_BV, tokens_BK, -1).sum(-1)
+    np.put_along_axis(probs_BV, tokens_BK, 0, -1)
+    ends_BV = np.cumsum(probs_BV, axis=-1, out=probs_BV)
+    places_B = (ends_BV <= (_shares(rows) * (masses_B + ends_BV[:, -1]) - masses_B)[:, None]).sum(-1)
+    tokens_B = np.where(places_B < ends_BV.shape[1], places_B, tokens_BK[:, -1]).tolist()
+    return [
+        chooser.take(row, token, logits_V[token])
+        for (chooser, row), token, logits_V in zip(rows, tokens_B, logits_BV, strict=True)
+    ]
+
+
+def _shares(rows: Rows) -> np.ndarray:
+    return np.array([chooser.share for chooser, _ in rows])
+
+
+def _probabilities(rows: Rows, logits_BX: np.ndarray) -> np.ndarray:
+    """Return the probabilities of tokens of each row, float64."""
+    largest_B1 = np.array([[float(row.logits_K[0])] for _, row in rows])
+    temperatures_B1 = np.array([[chooser.sampling.temperature] for chooser, _ in rows])
+    factors_B1 = np.array([[math.exp(-row.tempered_sum)] for _, row in rows])
+    return _unnormalized(logits_BX, largest_B1, temperatures_B1) * factors_B1

@@ -294,6 +294,20 @@ def test_an_error_in_one_process_ends_both_with_its_reason(job, sharding, where,
     assert "process 1 of 2 has failed: RuntimeError: an illegal memory access" in ended[0].output
 
 
+@pytest.mark.long
+def test_an_answer_that_fails_with_a_sharded_base_ends_both(job):
+    """And the steps so far are saved. With a whole base it ends the answers alone."""
+    raise_ = (
+        "enter('dualtune_torch.host.generation._last_logits', 20, throw(RuntimeError('an illegal memory access')))\n"
+    )
+    ended = job.start(2, "run", memory_sharding="full", run_sample_prompts=["a"], inject={0: raise_}).wait()
+    assert [process.code for process in ended] == [1, 1], ended[0].output + "=====" + ended[1].output
+    assert "process 0 of 2 has failed: RuntimeError: an illegal memory access" in ended[1].output
+    job.run(2, "run", run_sample_prompts=["a"], inject={0: raise_})
+    (event,) = [row for row in job.rows("run", "event") if row["event"] == "samples_failed"]
+    assert "an illegal memory access" in event["message"] and len(job.losses("run")) == 9
+
+
 @pytest.mark.parametrize(
     ("where", "call"),
     [(FORWARD, 6), pytest.param(EVALUATE, 11, marks=pytest.mark.long)],

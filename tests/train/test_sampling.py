@@ -27,13 +27,21 @@ WAYS = [
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_the_likely_tokens_decide_what_all_logits_decide(way):
-    """Also where they do not suffice: flat logits have most of their probability outside of them."""
-    sampling, rng = replace(HOT, max_tokens=10**6, tempered_logprobs=True, **way), np.random.default_rng(1)
-    logits_BV = rng.normal(0, np.array([[3.0], [1.0], [0.1]]), (3, 4 * LIKELY_TOKENS)).astype(np.float32)
+def test_the_likely_tokens_decide_what_all_logits_decide(way, monkeypatch):
+    """Also where they do not suffice: flat logits have most of their probability outside of them.
+
+    A row that leaves tokens out lies between the others, of which two are computed at once.
+    """
+    monkeypatch.setattr("dualtune.train.sampling.BLOCK", 8 * LIKELY_TOKENS)
+    of_way, rng = replace(HOT, max_tokens=10**6, tempered_logprobs=True, **way), np.random.default_rng(1)
+    samplings = [of_way, replace(of_way, top_p=0.8), of_way, of_way, of_way]
+    scales_B1 = np.array([[3.0], [0.1], [1.0], [0.1], [0.1]])
+    logits_BV = rng.normal(0, scales_B1, (5, 4 * LIKELY_TOKENS)).astype(np.float32)
     logits_BV[0, :9] = logits_BV[0, 0]  # equals
-    likely, all_of_them = ([Chooser(sampling, frozenset(), numbers=(n,), keeps_logprobs=True) for n in range(3)]
-                           for _ in range(2))  # fmt: skip
+    likely, all_of_them = (
+        [Chooser(each, frozenset(), numbers=(n,), keeps_logprobs=True) for n, each in enumerate(samplings)]
+        for _ in range(2)
+    )
     for _ in range(60):
         expected = [chooser(logits_V) for chooser, logits_V in zip(all_of_them, logits_BV, strict=True)]
         assert choose_all(likely, NumpyNextLogits(logits_BV)) == expected
@@ -73,9 +81,12 @@ def test_what_is_left_out_is_what_transformers_leaves_out(way, warpers):
 
 
 def test_likely_rows_are_in_order_whatever_a_device_gives():
-    row, _ = likely_rows(np.array([[7, 2, 5], [1, 2, 3]]), np.array([[1.0, 2.0, 1.0]] * 2, np.float32),
-                         np.array([4.0, 5.0]), np.array([6.0, 7.0]))  # fmt: skip
-    assert (row.tokens_K.tolist(), row.logits_K.tolist(), row.log_sum, row.tempered_sum) == ([2, 5, 7], [2, 1, 1], 4, 6)
+    row, signed = likely_rows(np.array([[7, 2, 5, 9], [4, 3, 2, 1]]),
+                              np.array([[1.0, 2.0, 1.0, -np.inf], [-2.0, 0.0, -0.0, -3.0]], np.float32),
+                              np.array([4.0, 5.0]), np.array([6.0, 7.0]))  # fmt: skip
+    assert (row.tokens_K.tolist(), row.log_sum, row.tempered_sum) == ([2, 5, 7, 9], 4, 6)
+    assert row.logits_K.tolist() == [2, 1, 1, -np.inf]
+    assert (signed.tokens_K.tolist(), signed.logits_K.tolist()) == ([2, 3, 4, 1], [0, 0, -2, -3])
 
 
 # --- whole continuations ---------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from dualtune_torch.weights.frozen import FrozenLinear, num_parameters
 
 # What a model with other code raises.
 TRIAL_ERRORS = (NotCovered, TypeError, AttributeError, ValueError, LookupError, RuntimeError)
+IMPLEMENTATION = "_attn_implementation_internal"  # of a config, where transformers keeps the name of the attention
 BLOCKS = {"norms": blocks.compile_norms, "mlp": blocks.compile_mlps, "rotary": blocks.compile_rotary}
 
 
@@ -116,13 +117,14 @@ def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
     if not kernels.attention:
         yield
         return
-    # The names alone are exchanged: `set_attn_implementation` walks all modules, which is too slow for each token.
-    config = model.config.get_text_config()
-    config._attn_implementation = kernels.own_attention
+    # The names alone are exchanged, and where the property keeps them: `set_attn_implementation` walks all modules, and
+    # the property all configs, which is too slow for each token.
+    names = vars(model.config.get_text_config())
+    names[IMPLEMENTATION] = kernels.own_attention
     try:
         yield
     finally:
-        config._attn_implementation = attention.NAME
+        names[IMPLEMENTATION] = attention.NAME
 
 
 @contextmanager

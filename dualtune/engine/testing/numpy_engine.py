@@ -42,7 +42,7 @@ from dualtune.engine.backend import (
     weighed_in_two_passes,
 )
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
-from dualtune.engine.decoding import GenerationCache, LikelyRow, likely_rows
+from dualtune.engine.decoding import GenerationCache, LikelyRow, likely_on_host
 from dualtune.engine.testing.numpy_card import CARD
 from dualtune.model.adapter import AdapterSpec, Tensors, owner_of, tensor_name
 from dualtune.model.beside import Table, parameter_name, rows_name, sizes_of, trained_parameters, trained_rows
@@ -433,11 +433,7 @@ class NumpyNextLogits:
         return self._logits_BV.argmax(-1).astype(np.int32)
 
     def likely(self, most: int, temperatures_B: np.ndarray) -> list[LikelyRow]:
-        logits_BV = self._logits_BV.astype(np.float64)
-        tokens_BK = np.argsort(-logits_BV, axis=-1)[:, :most].astype(np.int32)
-        tempered_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / temperatures_B[:, None]
-        sums = (np.logaddexp.reduce(each, axis=-1) for each in (logits_BV, tempered_BV))
-        return likely_rows(tokens_BK, np.take_along_axis(self._logits_BV, tokens_BK, -1), *sums)
+        return likely_on_host(self._logits_BV, most, temperatures_B)
 
     def rows(self, indices: Sequence[int] | None = None) -> np.ndarray:
         return self._logits_BV if indices is None else self._logits_BV[list(indices)]
