@@ -41,9 +41,9 @@ from dualtune.engine.testing.conformance_case import random_adapter
 from dualtune.engine.testing.tiny_models import write_tiny_llama
 from dualtune.model.adapter import AdapterSpec, Tensors
 from dualtune.model.optimizer import OptimizerSpec
-from dualtune.train.batched import PromptedRow, ended_rows, prompted_row
-from dualtune.train.inference import LoadedModel
-from dualtune.train.sampling import Sampling
+from dualtune.train.generation.batched import PromptedRow, ended_rows, prompted_row
+from dualtune.train.generation.inference import LoadedModel
+from dualtune.train.generation.sampling import Sampling
 
 MODELS = {"torch": SMOLLM2, "mlx": TINY}
 RANKS = {"torch": 32, "mlx": 8}

@@ -42,9 +42,9 @@ import record
 from dualtune.engine.backend import LoadRequest, get_backend
 from dualtune.engine.testing.tiny_models import write_tiny_llama
 from dualtune.model.optimizer import OptimizerSpec
-from dualtune.train.batched import Bounds, continue_all, sample_all
-from dualtune.train.inference import BASE_ONLY, LoadedModel, load_model
-from dualtune.train.sampling import Sampling
+from dualtune.train.generation.batched import Bounds, continue_all, sample_all
+from dualtune.train.generation.inference import BASE_ONLY, LoadedModel, load_model
+from dualtune.train.generation.sampling import Sampling
 
 NUM_PROMPTS, LENGTHS = (1, 8, 64), (8, 64)
 TINY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "vocab_size": 2048, "head_dim": 32,

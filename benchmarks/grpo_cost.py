@@ -31,7 +31,7 @@ from dualtune.engine.backend import get_backend
 from dualtune.model.gguf import model_from_gguf
 from dualtune.model.package import fetch_model
 from dualtune.train.hooks import Hook, PhaseChange, StepTaken
-from dualtune.train.rewards import Rewards
+from dualtune.train.rl.rewards import Rewards
 from dualtune.train.run import run
 
 DEMO = Path(__file__).parents[1] / "dualtune" / "demo" / "model"

@@ -28,9 +28,9 @@ import record
 from dualtune.engine.backend import get_backend
 from dualtune.model.gguf import model_from_gguf
 from dualtune.model.package import fetch_model
-from dualtune.train.batched import continue_all
-from dualtune.train.inference import load_model
-from dualtune.train.sampling import Sampling
+from dualtune.train.generation.batched import continue_all
+from dualtune.train.generation.inference import load_model
+from dualtune.train.generation.sampling import Sampling
 
 SYSTEM = "Answer every question in one short sentence of at most ten words."
 THINGS = ("rain", "the moon", "bread", "a bicycle", "gold", "a river", "sleep", "salt", "a computer", "fire", "music",

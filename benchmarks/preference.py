@@ -41,10 +41,10 @@ from dualtune.doctor.bench.intervals import interval
 from dualtune.engine.choose import choose, open_backend
 from dualtune.model.gguf import model_from_gguf
 from dualtune.model.package import fetch_model
-from dualtune.train.comparison import AnswerComparison, evaluate_answers
 from dualtune.train.evaluation import layout_of
-from dualtune.train.inference import load_model
-from dualtune.train.preference import Cpo
+from dualtune.train.generation.inference import load_model
+from dualtune.train.objectives.comparison import AnswerComparison, evaluate_answers
+from dualtune.train.objectives.preference import Cpo
 from dualtune.train.prepare import prepare
 from dualtune.train.recovery import Recovery
 from dualtune.train.start import load_comparison, load_engine

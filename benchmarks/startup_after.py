@@ -29,7 +29,7 @@ run: {{dir: runs/one}}
 """
 LOAD = f"""
 from pathlib import Path
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 from dualtune.engine.choose import choose, open_backend
 load_model(open_backend(choose("cpu")), {str(DEMO / "model")!r}, Path("runs/one/adapter"))
 """

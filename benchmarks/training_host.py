@@ -45,7 +45,7 @@ from generation import SMOLLM2, in_turn
 import dualtune
 from dualtune.engine.backend import Batch, get_backend, with_weights
 from dualtune.engine.testing.tiny_models import write_tiny_llama
-from dualtune.train.comparison import with_slopes
+from dualtune.train.objectives.comparison import with_slopes
 from dualtune.use.tinker.gradients import ClientData
 from dualtune.use.tinker.host import TrainingHost
 from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, LossResult

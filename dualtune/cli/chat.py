@@ -29,7 +29,7 @@ from dualtune.cli.screen import is_live, width
 from dualtune.cli.terminal import pass_on, say
 
 if TYPE_CHECKING:
-    from dualtune.train.sampling import Sampling
+    from dualtune.train.generation.sampling import Sampling
     from dualtune.use.chat import Chat
 
 MOST_LINE = 2**20  # characters of a message

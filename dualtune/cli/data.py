@@ -92,8 +92,8 @@ def environment_command(config: Path, overrides: tuple[str, ...], as_json: bool)
     from dualtune.base.errors import ConfigError
     from dualtune.base.files import expanded, new_file
     from dualtune.config.load import load_config
-    from dualtune.train.environments import KEY
-    from dualtune.train.package_environments import environment_rows
+    from dualtune.train.rl.environments import KEY
+    from dualtune.train.rl.package_environments import environment_rows
 
     loaded = load_config(config, overrides)
     settings, named = loaded.rollouts, {"train": loaded.data.sources(), "eval": loaded.data.eval_sources()}

@@ -21,12 +21,12 @@ from dualtune.data.documents import Data
 from dualtune.engine.backend import Backend, SharedBase
 from dualtune.model import package
 from dualtune.show.run import execute, summary
-from dualtune.train.batched import continue_all
 from dualtune.train.evaluation import exact_match
-from dualtune.train.inference import LoadedModel, answer, load_model, question
+from dualtune.train.generation.batched import continue_all
+from dualtune.train.generation.inference import LoadedModel, answer, load_model, question
+from dualtune.train.generation.sampling import Sampling
 from dualtune.train.prepare import prepare
-from dualtune.train.sampling import Sampling
-from dualtune.train.sql import SqlJudge
+from dualtune.train.rl.sql import SqlJudge
 from dualtune.train.state.run_dir import ADAPTER, CHECKPOINTS, open_run
 
 ASSETS = Path(__file__).parents[1] / "demo"

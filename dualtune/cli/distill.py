@@ -51,8 +51,8 @@ def record_command(
         from dualtune.data.tokens.tokenizer import Tokenizer
         from dualtune.model.base_model import resolve_model
         from dualtune.model.fingerprint import fingerprint
-        from dualtune.train.inference import load_model
-        from dualtune.train.recording import record
+        from dualtune.train.generation.inference import load_model
+        from dualtune.train.objectives.recording import record
 
         settings = load_config(config, overrides)
         tokenizer = Tokenizer.of(resolve_model(settings.model.name, weights=False), settings.data)

@@ -27,13 +27,13 @@ from dualtune.data.documents import Data, Documents
 from dualtune.engine.backend import Backend
 from dualtune.engine.capabilities import check_capabilities
 from dualtune.model.formats.directory import adapter_directory
-from dualtune.train.comparison import configured_objective, evaluate_against
 from dualtune.train.evaluation import evaluate, exact_answers, layout_of, losses_of_examples
 from dualtune.train.fingerprints import without_adapter
-from dualtune.train.inference import LoadedModel, load_model, question
+from dualtune.train.generation.inference import LoadedModel, load_model, question
+from dualtune.train.generation.sampling import Sampling
+from dualtune.train.objectives.comparison import configured_objective, evaluate_against
 from dualtune.train.prepare import start_of
 from dualtune.train.recovery import Recovery, explained, explanation
-from dualtune.train.sampling import Sampling
 from dualtune.train.state.metrics import perplexity
 from dualtune.train.state.run_dir import PREDICTIONS
 from dualtune.use.scoring import harness

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from dualtune.engine.backend import Backend
-    from dualtune.train.inference import LoadedModel
-    from dualtune.train.sampling import Sampling
+    from dualtune.train.generation.inference import LoadedModel
+    from dualtune.train.generation.sampling import Sampling
 
 PromptRow = tuple[str, dict[str, Any]]  # its path:line, and its fields
 MOST_PROMPT = 2**22  # characters
@@ -91,7 +91,7 @@ def command(
     text = _read_prompt() if prompt == "-" else prompt
     with phases(err=True) as shown:
         backend = form.backend()
-        from dualtune.train.inference import load_model, stream_text
+        from dualtune.train.generation.inference import load_model, stream_text
 
         shown.begin("loading", "the model")
         loaded = load_model(

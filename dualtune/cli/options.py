@@ -143,7 +143,7 @@ def sampling_options(max_tokens: int) -> Callable[[Callable[..., Any]], Callable
             *args: Any, max_tokens: int, temperature: float, top_p: float, seed: int, top_k: int, min_p: float,
             **options: Any,
         ) -> Any:  # fmt: skip
-            from dualtune.train.sampling import Sampling
+            from dualtune.train.generation.sampling import Sampling
 
             return function(*args, sampling=Sampling(max_tokens, temperature, top_p, seed, top_k, min_p), **options)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dualtune.engine.machines import MachineLimits
     from dualtune.engine.memory.plan import MemoryPlan, Saving
     from dualtune.engine.step_time import StepTime
-    from dualtune.train.sampling_cost import SamplingCost
+    from dualtune.train.generation.sampling_cost import SamplingCost
 
 
 UNKNOWN_RATE = "no rate is known for this machine"
@@ -50,7 +50,7 @@ def command(
     from dualtune.engine.detect import detect, load_average
     from dualtune.engine.machines import named, published
     from dualtune.engine.step_time import predict
-    from dualtune.train.sampling_cost import samples_of, sampling_cost
+    from dualtune.train.generation.sampling_cost import samples_of, sampling_cost
 
     with phases(err=as_json) as shown:
         shown.begin("planning", "the memory")

@@ -100,7 +100,7 @@ def transferring(verb: str, retries: int) -> Generator[Patience]:
 @contextlib.contextmanager
 def reading() -> Generator[Callable[[str, float], None]]:
     """Yield the callback for the progress of a run until its first step: (what is made, the share that is done)."""
-    from dualtune.train.comparison import REFERENCE
+    from dualtune.train.objectives.comparison import REFERENCE
     from dualtune.train.prepare import DOWNLOAD, FINGERPRINT, UNPACKED
 
     verbs = {

@@ -239,7 +239,7 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(item)
 
 
-# Objectives that learn from the model's own samples (`train/policy_gradient.py`).
+# Objectives that learn from the model's own samples (`train/objectives/policy_gradient.py`).
 PolicyObjectiveName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
 POLICY_OBJECTIVES: tuple[str, ...] = get_args(PolicyObjectiveName)
 ON_POLICY = "on_policy_distill"  # the other one that draws samples: a teacher judges each token of them

@@ -43,11 +43,11 @@ from dualtune.engine.step_time import StepDocuments, predict
 from dualtune.model.methods import INITS
 from dualtune.model.optimizer import OPTIMIZERS, OptimizerName
 from dualtune.model.targets import ALL_LAYERS
-from dualtune.train.comparison import configured_objective
+from dualtune.train.generation.sampling_cost import samples_of, sampling_cost
 from dualtune.train.memory import as_teacher, weights_of_teacher
+from dualtune.train.objectives.comparison import configured_objective
 from dualtune.train.policies import policy_of
 from dualtune.train.prepare import start_of, state_of_start, with_adapter_of
-from dualtune.train.sampling_cost import samples_of, sampling_cost
 from dualtune.train.saver import check_space
 from dualtune.train.state.run_dir import RunDir, check_usable, is_run_dir, path_of
 

@@ -29,8 +29,8 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.doctor.check_config_model import failure, find_model, load_tokenizer
 from dualtune.engine.step_time import StepDocuments
 from dualtune.train.evaluation import layout_of
+from dualtune.train.generation.sampling_cost import samples_of
 from dualtune.train.memory import largest_micro_batch, with_real_lengths
-from dualtune.train.sampling_cost import samples_of
 
 FIRST_ROWS = 100  # rows to read, and to tokenize if the tokenizer is here; dualtune check-data takes all
 KEYS: dict[Role, str] = {"train": "train", "valid": "eval"}  # role -> the key of the config's section `data`

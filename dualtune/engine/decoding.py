@@ -1,6 +1,6 @@
 """Several texts continued together: what an engine computes for them, one token of each row at a time.
 
-Which token comes next is decided in the core (`train/batched.py`), and so is when a row enters or leaves.
+Which token comes next is decided in the core (`train/generation/batched.py`), and so is when a row enters or leaves.
 Shape suffixes: B rows, V vocabulary.
 """
 

@@ -16,8 +16,8 @@ from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine, LossSum, Optimi
 from dualtune.engine.memory.estimate import AUTO_MICRO_BATCH_TOKENS, tokens_at_once
 from dualtune.model.adapter import Tensors
 from dualtune.model.optimizer import OptimizerSpec
+from dualtune.train.generation.inference import LoadedModel
 from dualtune.train.hooks import EvalRecord
-from dualtune.train.inference import LoadedModel
 from dualtune.train.recovery import Recovery
 from dualtune.train.team import Team
 

@@ -13,8 +13,8 @@ from dualtune.base.plugins import installed
 from dualtune.config import Config
 from dualtune.engine.backend import Engine
 from dualtune.train.hybrid.policy import Predictive
+from dualtune.train.objectives.policy_gradient import GAP
 from dualtune.train.policy import Outcome, PolicyState, StepActions, StepPolicy
-from dualtune.train.policy_gradient import GAP
 from dualtune.train.state.checkpoint import Checkpoint
 
 MakePolicy = Callable[[Config], StepPolicy]

@@ -40,15 +40,16 @@ from dualtune.model.places import in_names_of
 from dualtune.model.targets import ALL_LINEAR, is_embedding, is_head
 from dualtune.model.weight_files import BaseWeights
 from dualtune.train.activation_cache import layers_below
-from dualtune.train.comparison import check_answers, configured_objective
-from dualtune.train.distillation import Distillation, RecordedTargets, configured_distillation
 from dualtune.train.evaluation import layout_of
 from dualtune.train.memory import RunMemory, largest_micro_batch, plan_memory, remembered_layout
 from dualtune.train.objective import optimizer_spec, with_intervals
-from dualtune.train.on_policy import OnPolicy
+from dualtune.train.objectives.comparison import check_answers, configured_objective
+from dualtune.train.objectives.distillation import Distillation, RecordedTargets, configured_distillation
+from dualtune.train.objectives.preference import Objective
+from dualtune.train.objectives.teachers import Teaching, configured_teaching
 from dualtune.train.policies import MakePolicy, policy_of
-from dualtune.train.preference import Objective
-from dualtune.train.rollouts import Rollouts, policy_objective
+from dualtune.train.rl.on_policy import OnPolicy
+from dualtune.train.rl.rollouts import Rollouts, policy_objective
 from dualtune.train.samples import check_samples
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import Checkpoint
@@ -66,7 +67,6 @@ from dualtune.train.state.resume import (
     with_tokens,
 )
 from dualtune.train.state.run_dir import CHECKPOINTS
-from dualtune.train.teachers import Teaching, configured_teaching
 from dualtune.train.team import Team
 
 DOWNLOAD, UNPACKED = "the download of the base model", "the base model's GGUF file"  # as `show` names them

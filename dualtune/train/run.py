@@ -22,8 +22,8 @@ from dualtune.engine.backend import Backend, Batch, Engine, SharedBase, state_si
 from dualtune.engine.memory.estimate import num_trained
 from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.formats.naming import Naming
-from dualtune.train.comparison import AnswerComparison, evaluate_answers
 from dualtune.train.evaluation import evaluate, using_result
+from dualtune.train.generation.inference import LoadedModel
 from dualtune.train.guards import Guards
 from dualtune.train.hooks import (
     EVALUATION,
@@ -39,10 +39,11 @@ from dualtune.train.hooks import (
     installed_hooks,
 )
 from dualtune.train.hooks import SAMPLES as SAMPLING
-from dualtune.train.in_step import apart
-from dualtune.train.inference import LoadedModel
 from dualtune.train.memory import recovery_of, resume_smaller, suspected
 from dualtune.train.objective import is_due, steps_until_due
+from dualtune.train.objectives.comparison import AnswerComparison, evaluate_answers
+from dualtune.train.objectives.served_teacher import TeacherLost
+from dualtune.train.objectives.teachers import evaluate_taught
 from dualtune.train.policies import MakePolicy, restore_policy
 from dualtune.train.policy import StepPolicy
 from dualtune.train.prepare import Prepared, prepare
@@ -58,16 +59,15 @@ from dualtune.train.result import (
     result_record,
     write_result,
 )
-from dualtune.train.rollouts import RolloutFile
+from dualtune.train.rl.in_step import apart
+from dualtune.train.rl.rollouts import RolloutFile
 from dualtune.train.samples import Samples
 from dualtune.train.saver import Saver, check_space
-from dualtune.train.served_teacher import TeacherLost
 from dualtune.train.start import load_comparison, load_engine, log_start, write_records
 from dualtune.train.state.checkpoint import bytes_per_weight, restore
 from dualtune.train.state.metrics import History, Metrics, each_row
 from dualtune.train.state.run_dir import METRICS, REPORT, ROLLOUTS, SAMPLES, TIMELINE, RunDir, open_together
 from dualtune.train.step import TrainingStep
-from dualtune.train.teachers import evaluate_taught
 from dualtune.train.team import PeerFailed, Team
 from dualtune.train.verdict import verdict_of
 

@@ -20,11 +20,11 @@ from dualtune.base.untrusted import open_file
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Engine
 from dualtune.model.optimizer import OptimizerSpec
-from dualtune.train.batched import continue_all
 from dualtune.train.evaluation import using_result
+from dualtune.train.generation.batched import continue_all
+from dualtune.train.generation.inference import LoadedModel
+from dualtune.train.generation.sampling import Sampling
 from dualtune.train.hooks import Event, SampleRecord
-from dualtune.train.inference import LoadedModel
-from dualtune.train.sampling import Sampling
 from dualtune.train.team import PeerFailed
 
 MAX_TOKENS = 64  # of an answer

@@ -17,20 +17,20 @@ from dualtune.model.embeddings import untied_head
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
 from dualtune.model.formats.naming import Naming
 from dualtune.train.activation_cache import check_layers, use_cache
-from dualtune.train.comparison import AnswerComparison, comparison_of
+from dualtune.train.generation.inference import load_adapter
 from dualtune.train.hooks import Event
-from dualtune.train.inference import load_adapter
 from dualtune.train.memory import agreed
 from dualtune.train.model_checks import check_causality, check_packing, why_not_shared
 from dualtune.train.objective import update_settings
+from dualtune.train.objectives.comparison import AnswerComparison, comparison_of
+from dualtune.train.objectives.served_teacher import same_teacher
+from dualtune.train.objectives.teachers import Teacher
 from dualtune.train.prepare import Prepared
-from dualtune.train.served_teacher import same_teacher
 from dualtune.train.state.checkpoint import Checkpoint, set_aside
 from dualtune.train.state.metrics import Metrics
 from dualtune.train.state.records import environment, start
 from dualtune.train.state.resume import TEACHER_PROBE, table
 from dualtune.train.state.run_dir import CONFIG, ENVIRONMENT, RunDir
-from dualtune.train.teachers import Teacher
 
 
 def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> Engine:

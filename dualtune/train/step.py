@@ -17,17 +17,17 @@ import numpy as np
 from dualtune.data.batches import micro_batches
 from dualtune.engine.backend import Batch, Engine, LossSum
 from dualtune.model.adapter import Tensors
-from dualtune.train.comparison import AnswerComparison, answer_sums, at_targets, from_all, with_slopes
-from dualtune.train.distillation import Distillation, Said
 from dualtune.train.evaluation import using
 from dualtune.train.objective import learning_rate
-from dualtune.train.on_policy import TaughtSamples
+from dualtune.train.objectives.comparison import AnswerComparison, answer_sums, at_targets, from_all, with_slopes
+from dualtune.train.objectives.distillation import Distillation, Said
+from dualtune.train.objectives.policy_gradient import PolicyLoss
+from dualtune.train.objectives.preference import Loss, Objective
+from dualtune.train.objectives.teachers import ask
 from dualtune.train.policy import Update
-from dualtune.train.policy_gradient import PolicyLoss
-from dualtune.train.preference import Loss, Objective
 from dualtune.train.recovery import Recovery
-from dualtune.train.rollouts import Rollouts, StepSamples
-from dualtune.train.teachers import ask
+from dualtune.train.rl.on_policy import TaughtSamples
+from dualtune.train.rl.rollouts import Rollouts, StepSamples
 
 if TYPE_CHECKING:
     from dualtune.train.prepare import Prepared

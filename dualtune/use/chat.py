@@ -18,7 +18,7 @@ from dualtune.model.beside import BesideAdapter
 from dualtune.model.formats.chat_template import mismatch
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.model.places import in_names_of
-from dualtune.train.inference import (
+from dualtune.train.generation.inference import (
     LoadedModel,
     fit,
     fits_in,
@@ -28,7 +28,7 @@ from dualtune.train.inference import (
     load_tokenizer,
     stream_text,
 )
-from dualtune.train.sampling import Sampling
+from dualtune.train.generation.sampling import Sampling
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Several adapters on one loaded base: which one answers is which tensors the engine holds.

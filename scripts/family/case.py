@@ -13,7 +13,7 @@ from dualtune.config import Config
 from dualtune.engine.backend import Backend, Batch, Engine, get_backend
 from dualtune.engine.testing.tiny_models import random_batch
 from dualtune.model.adapter import Tensors
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 from dualtune.train.state.metrics import read_rows
 from family.make import auto_class, auto_classes
 from family.mlx_only import is_known_to_transformers

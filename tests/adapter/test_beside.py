@@ -16,7 +16,7 @@ from dualtune.model.formats.directory import Adapter, read_adapter, write_adapte
 from dualtune.model.inspection import diff_adapters, inspect_adapter
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import in_names_of
-from dualtune.train.inference import inference_spec, load_adapter
+from dualtune.train.generation.inference import inference_spec, load_adapter
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -21,7 +21,7 @@ from dualtune.model.fingerprint import fingerprint
 from dualtune.model.importing.foreign import base_shapes
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.show.run import run
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 
 SPEC = AdapterSpec(rank=2, alpha=4.0, dropout=0.0, targets=("q_proj",))
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

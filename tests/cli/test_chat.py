@@ -26,8 +26,8 @@ from dualtune.model.beside import BesideAdapter
 from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.show.run import run
-from dualtune.train.inference import load_model, stream_text
-from dualtune.train.sampling import Sampling
+from dualtune.train.generation.inference import load_model, stream_text
+from dualtune.train.generation.sampling import Sampling
 from dualtune.use import chat as chat_module
 from dualtune.use.chat import Chat, common_spec, load_adapter_set
 

@@ -25,9 +25,9 @@ from dualtune.config import parse_config
 from dualtune.data.documents import Data
 from dualtune.show.run import run
 from dualtune.train.evaluation import exact_match
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 from dualtune.train.prepare import prepare
-from dualtune.train.sql import SqlJudge
+from dualtune.train.rl.sql import SqlJudge
 
 ASSETS = Path(dualtune.__file__).parent / "demo"
 REAL = ASSETS / "smollm2"

@@ -13,8 +13,8 @@ from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.engine.backend import IGNORE_INDEX, Batch
 from dualtune.engine.decoding import CannotBatch
 from dualtune.engine.testing.numpy_engine import NumpyDecoding
-from dualtune.train.inference import load_model, stream_text
-from dualtune.train.sampling import Sampling
+from dualtune.train.generation.inference import load_model, stream_text
+from dualtune.train.generation.sampling import Sampling
 from dualtune.use.scoring.harness import HarnessModel, check_installed, run
 
 NUMPY = ("--platform", "numpy")

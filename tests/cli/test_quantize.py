@@ -12,7 +12,7 @@ from dualtune.show.report.run_files import read_run
 from dualtune.show.report.run_page import run_page
 from dualtune.show.report.run_sections import base_formats
 from dualtune.train.evaluation import evaluate, layout_of
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 from dualtune.use.scoring.compare import compare_formats, formats_of
 
 ROWS = [{"prompt": f"{i} plus {i}?", "completion": str(2 * i)} for i in range(30)]

@@ -12,7 +12,7 @@ from dualtune.data.sources.rows import BadRow, RawRow, RowError
 from dualtune.data.tokens.masks import render_example
 from dualtune.data.tokens.tokenize import tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.train.inference import load_tokenizer
+from dualtune.train.generation.inference import load_tokenizer
 
 ASK, SAY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}
 

@@ -13,7 +13,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.model.adapter import AdapterSpec, init_adapter
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
 from dualtune.model.formats.directory import Adapter, write_adapter
-from dualtune.train.sampling import Sampling
+from dualtune.train.generation.sampling import Sampling
 from dualtune.use.chat import Chat, load_adapter_set
 from dualtune.use.serve.answers import Answers
 from dualtune.use.serve.requests import read_request

@@ -10,7 +10,7 @@ import pytest
 from dualtune.base import interrupt
 from dualtune.base.errors import DataError, EnvironmentFault, Preempted
 from dualtune.train import team as team_module
-from dualtune.train.rewards import JudgedAnswers
+from dualtune.train.rl.rewards import JudgedAnswers
 from dualtune.train.team import PeerFailed, Team, Watchdog
 
 

@@ -18,8 +18,8 @@ from dualtune.model.formats.directory import read_adapter
 from dualtune.model.gguf import CONTROL, USER, model_from_gguf
 from dualtune.model.weight_files import weights_in
 from dualtune.show.run import run
-from dualtune.train.inference import load_model, stream_text
-from dualtune.train.sampling import Sampling
+from dualtune.train.generation.inference import load_model, stream_text
+from dualtune.train.generation.sampling import Sampling
 from dualtune.use.export import gguf_file
 
 YES, NO = "<|yes|>", "<|no|>"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-DRAW, JUDGE = "dualtune.train.batched.PromptedRow.append", "dualtune.train.rewards.Rewards.judge"
+DRAW, JUDGE = "dualtune.train.generation.batched.PromptedRow.append", "dualtune.train.rl.rewards.Rewards.judge"
 UPDATE = "dualtune.engine.testing.numpy_engine.NumpyEngine.optim_step"
 
 

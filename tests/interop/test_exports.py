@@ -9,8 +9,8 @@ import pytest
 
 from dualtune.data.chat.template import NAMES, ChatTemplate, named_template
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.train.inference import load_model
-from dualtune.train.sampling import Chooser, Sampling
+from dualtune.train.generation.inference import load_model
+from dualtune.train.generation.sampling import Chooser, Sampling
 from dualtune.use.export.ollama import TEMPLATES, template_for
 from dualtune.use.export.request import logprobs
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from dualtune.train.inference import load_model
-from dualtune.train.sampling import Chooser, Sampling
+from dualtune.train.generation.inference import load_model
+from dualtune.train.generation.sampling import Chooser, Sampling
 
 pytestmark = pytest.mark.interop
 NAMES, DEEDS = ("Lily", "Tom", "The cat", "A dog", "Mia"), ("went to", "saw", "liked", "had", "found")

@@ -13,7 +13,7 @@ from dualtune.config import Config
 from dualtune.engine.backend import IGNORE_INDEX, Batch
 from dualtune.engine.testing.oracles import llama_oracle
 from dualtune.show.run import run
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 
 pytestmark = pytest.mark.interop
 

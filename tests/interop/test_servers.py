@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from dualtune.engine.testing.tiny_models import write_tiny_llama
-from dualtune.train.inference import load_model, stream_text
-from dualtune.train.sampling import Sampling
+from dualtune.train.generation.inference import load_model, stream_text
+from dualtune.train.generation.sampling import Sampling
 
 pytestmark = pytest.mark.interop
 

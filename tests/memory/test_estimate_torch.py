@@ -18,7 +18,7 @@ from dualtune.engine.memory.shapes import decoder_of
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.config_file import read_config
 from dualtune.model.optimizer import Averaging, OptimizerSpec
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 from dualtune.train.memory import weights_of_teacher
 
 torch = pytest.importorskip("torch")

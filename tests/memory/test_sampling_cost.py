@@ -8,7 +8,7 @@ from dualtune.engine.machine import budget
 from dualtune.engine.machines import named, published
 from dualtune.engine.memory.plan import plan_of
 from dualtune.engine.memory.shapes import KNOWN, decoder_of
-from dualtune.train.sampling_cost import sampling_cost
+from dualtune.train.generation.sampling_cost import sampling_cost
 
 MACHINE = named("h100-80")
 

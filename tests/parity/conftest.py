@@ -21,7 +21,7 @@ from dualtune.engine.testing.oracles import llama_oracle
 from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec, init_adapter, parse_name
 from dualtune.model.optimizer import OptimizerSpec
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 
 EOS = 2  # of both models
 

@@ -15,8 +15,8 @@ from dualtune.engine.testing.conformance import random_adapter
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.beside import BesideAdapter
 from dualtune.model.optimizer import OptimizerSpec
-from dualtune.train.batched import check_decoding
 from dualtune.train.fingerprints import plain_batch
+from dualtune.train.generation.batched import check_decoding
 
 for _library in ("torch", "transformers", "mlx.core"):
     pytest.importorskip(_library)

@@ -17,7 +17,7 @@ from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.show.run import run
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 from dualtune.train.state.metrics import read_rows
 
 torch = pytest.importorskip("torch")

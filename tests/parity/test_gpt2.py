@@ -16,10 +16,10 @@ from dualtune.model.adapter import AdapterSpec, modules_of
 from dualtune.model.formats.directory import read_adapter, write_adapter
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.show.run import run
+from dualtune.train.generation.inference import load_model, stream_text
+from dualtune.train.generation.sampling import Sampling
 from dualtune.train.hooks import Hook
-from dualtune.train.inference import load_model, stream_text
 from dualtune.train.model_checks import check_packing
-from dualtune.train.sampling import Sampling
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

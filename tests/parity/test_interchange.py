@@ -15,7 +15,7 @@ from dualtune.engine.testing import tolerances
 from dualtune.model.adapter import modules_of, parse_name
 from dualtune.model.formats.directory import read_adapter, write_adapter
 from dualtune.show.run import run
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

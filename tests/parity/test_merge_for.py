@@ -25,8 +25,8 @@ from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune.model.merge_rounding import ROUNDINGS
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.show.run import run
-from dualtune.train import comparison
 from dualtune.train.hooks import Hook
+from dualtune.train.objectives import comparison
 from dualtune.train.state.metrics import each_row
 from dualtune.train.state.run_dir import METRICS
 

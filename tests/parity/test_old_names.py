@@ -16,7 +16,7 @@ from dualtune.model.formats.directory import Adapter, read_adapter, write_adapte
 from dualtune.model.formats.naming import rename_modules
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.show.run import run
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 from dualtune.train.prepare import start_of
 from dualtune.train.state.checkpoint import Checkpoint, restore
 from dualtune.use.chat import load_adapter_set

@@ -21,8 +21,8 @@ from dualtune.model.adapter import AdapterSpec, modules_of, tensor_name
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.show.report.run_files import read_run
 from dualtune.show.report.run_sections import sections_of
-from dualtune.train.comparison import with_slopes
-from dualtune.train.distillation import Distillation
+from dualtune.train.objectives.comparison import with_slopes
+from dualtune.train.objectives.distillation import Distillation
 from dualtune.train.run import run
 from dualtune.train.state.metrics import History, read_rows
 from dualtune.train.state.run_dir import METRICS

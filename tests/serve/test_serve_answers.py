@@ -10,8 +10,8 @@ import pytest
 
 from dualtune.model.adapter import AdapterSpec, init_adapter
 from dualtune.model.formats.directory import Adapter, write_adapter
-from dualtune.train.inference import StopTexts, load_model, stream_text
-from dualtune.train.sampling import Sampling
+from dualtune.train.generation.inference import StopTexts, load_model, stream_text
+from dualtune.train.generation.sampling import Sampling
 
 PROMPT = "1 plus 1?"
 

@@ -10,10 +10,10 @@ from dualtune.config.schema import DistillConfig
 from dualtune.data.batches import make_batch
 from dualtune.data.documents import in_memory
 from dualtune.show.run import run
-from dualtune.train import served_teacher
 from dualtune.train.fingerprints import plain_batch
-from dualtune.train.served_teacher import ServedTeacher
-from dualtune.train.teachers import said_by
+from dualtune.train.objectives import served_teacher
+from dualtune.train.objectives.served_teacher import ServedTeacher
+from dualtune.train.objectives.teachers import said_by
 
 SCORED = {"model": "base", "prompt": "Hello you", "echo": True, "max_tokens": 0}
 

@@ -22,10 +22,10 @@ from dualtune.engine.decoding import CannotBatch
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llama
 from dualtune.model.formats.directory import read_adapter
+from dualtune.train.generation.inference import BASE_ONLY, load_model
+from dualtune.train.generation.sampling import Chooser, Sampling
 from dualtune.train.hooks import Hook
-from dualtune.train.inference import BASE_ONLY, load_model
 from dualtune.train.run import run as train
-from dualtune.train.sampling import Chooser, Sampling
 from dualtune.train.state import checkpoint
 from dualtune.train.state.lock import Lock
 from dualtune.use.tinker.adapters import spec_in, spec_of

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dualtune.train.inference import BASE_ONLY, load_model
+from dualtune.train.generation.inference import BASE_ONLY, load_model
 
 
 @pytest.fixture(scope="module")

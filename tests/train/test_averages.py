@@ -16,8 +16,8 @@ from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune.model.optimizer import Averaging, OptimizerSpec
 from dualtune.show.run import run
 from dualtune.train.evaluation import result_of
+from dualtune.train.generation.inference import load_model
 from dualtune.train.hooks import Hook
-from dualtune.train.inference import load_model
 from dualtune.train.objective import optimizer_spec
 from dualtune.train.state import checkpoint
 

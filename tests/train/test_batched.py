@@ -14,7 +14,7 @@ from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank, kept_ranks
 from dualtune.engine.decoding import CannotBatch
 from dualtune.engine.testing.conformance import random_adapter
 from dualtune.engine.testing.numpy_engine import NumpyNextLogits
-from dualtune.train.batched import (
+from dualtune.train.generation.batched import (
     Bounds,
     RowBatch,
     _checked,
@@ -24,8 +24,8 @@ from dualtune.train.batched import (
     ended_rows,
     prompted_row,
 )
-from dualtune.train.inference import BASE_ONLY, GenerationProgress, load_model, stream_text
-from dualtune.train.sampling import Chooser, Sampling
+from dualtune.train.generation.inference import BASE_ONLY, GenerationProgress, load_model, stream_text
+from dualtune.train.generation.sampling import Chooser, Sampling
 from dualtune.use.scoring.answers import KeptAnswers
 
 pytestmark = pytest.mark.covering(1)
@@ -407,10 +407,10 @@ def test_an_answer_ends_at_the_text_that_ends_a_turn(
 
     monkeypatch.setattr(model.engine, "generate", generate)
     if batches:
-        monkeypatch.setattr("dualtune.train.batched.check_decoding", lambda *_: None)
+        monkeypatch.setattr("dualtune.train.generation.batched.check_decoding", lambda *_: None)
         monkeypatch.setattr(model.engine, "decoding", lambda: Scripted(logits))
     else:
-        monkeypatch.setattr("dualtune.train.batched.check_decoding", cannot)
+        monkeypatch.setattr("dualtune.train.generation.batched.check_decoding", cannot)
     long = replace(sampling, max_tokens=50)
     progress = GenerationProgress()
     pieces = [*stream_text(model, prompts[0], long, progress=progress)]

@@ -13,11 +13,11 @@ from dualtune.base.files import cache_dir
 from dualtune.engine.testing.numpy_engine import NumpyEngine
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
 from dualtune.show.run import run
-from dualtune.train import comparison
-from dualtune.train.comparison import evaluate_answers
 from dualtune.train.evaluation import using
 from dualtune.train.hooks import Hook
-from dualtune.train.preference import Loss
+from dualtune.train.objectives import comparison
+from dualtune.train.objectives.comparison import evaluate_answers
+from dualtune.train.objectives.preference import Loss
 from dualtune.train.prepare import prepare
 from dualtune.train.recovery import Recovery
 from dualtune.train.run import load_engine

@@ -14,11 +14,11 @@ from dualtune.config import parse_config
 from dualtune.engine.backend import IGNORE_INDEX
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
 from dualtune.show.run import run
-from dualtune.train.distillation import forward_kl, generalized_jsd, read_distributions, softened_forward_kl
 from dualtune.train.evaluation import using
 from dualtune.train.hooks import Hook
+from dualtune.train.objectives.distillation import forward_kl, generalized_jsd, read_distributions, softened_forward_kl
+from dualtune.train.objectives.recording import record
 from dualtune.train.prepare import prepare
-from dualtune.train.recording import record
 from dualtune.train.recovery import Recovery
 from dualtune.train.run import load_engine
 from dualtune.train.step import TrainingStep

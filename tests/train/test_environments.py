@@ -12,8 +12,8 @@ from dualtune.base.errors import ConfigError, Paused
 from dualtune.data.chat.conversations import Message
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
-from dualtune.train.environments import Episodes, Objects, environment_of, turns_of
 from dualtune.train.prepare import prepare
+from dualtune.train.rl.environments import Episodes, Objects, environment_of, turns_of
 from dualtune.train.run import load_engine, run
 from dualtune.train.step import TrainingStep
 

@@ -9,7 +9,7 @@ import pytest
 
 from dualtune.engine.testing.conformance import random_adapter
 from dualtune.train.fingerprints import MOST_TOKENS, PROMPTS, fingerprints, gap, logprobs_of, plain_batch, recompute
-from dualtune.train.inference import BASE_ONLY, load_model
+from dualtune.train.generation.inference import BASE_ONLY, load_model
 
 
 @pytest.fixture(params=["numpy", "torch", "mlx"])

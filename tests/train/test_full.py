@@ -12,8 +12,8 @@ from dualtune.engine.capabilities import check_capabilities
 from dualtune.engine.testing.tiny_models import random_batch, write_tiny_gpt2
 from dualtune.show.run import run
 from dualtune.train.evaluation import result_of
+from dualtune.train.generation.inference import load_model
 from dualtune.train.hooks import Hook
-from dualtune.train.inference import load_model
 from dualtune.train.objective import optimizer_spec
 from dualtune.train.state import checkpoint
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dualtune.base.errors import ConfigError
-from dualtune.train.inference import LoadedModel, load_model, stream_text
-from dualtune.train.sampling import Chooser, Sampling
+from dualtune.train.generation.inference import LoadedModel, load_model, stream_text
+from dualtune.train.generation.sampling import Chooser, Sampling
 
 STORY = "Once upon a time, there was a little girl"
 GREEDY = " named Lily. She loved to play outside in the park. One day, she saw a big, red ball."

@@ -11,7 +11,7 @@ import pytest
 from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
 from dualtune.doctor.check_config import check_config
-from dualtune.train.preference import Scores, installed_objective
+from dualtune.train.objectives.preference import Scores, installed_objective
 
 PAIRS = [{"prompt": f"{n} + {n} =", "chosen": f" {2 * n}", "rejected": f" {2 * n + 1} or so"} for n in range(12)]
 PAGE = (Path(__file__).parents[2] / "docs" / "objectives.md").read_text(encoding="utf-8")

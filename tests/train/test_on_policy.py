@@ -13,13 +13,13 @@ from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.formats import Example
 from dualtune.engine.testing.conformance import random_adapter
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
-from dualtune.train.distillation import generalized_jsd, sampled_reverse_kl
+from dualtune.train.objectives.distillation import generalized_jsd, sampled_reverse_kl
+from dualtune.train.objectives.recording import record
+from dualtune.train.objectives.served_teacher import ServedTeacher, TeacherLost
+from dualtune.train.objectives.teachers import in_context, said_by
 from dualtune.train.prepare import prepare
-from dualtune.train.recording import record
 from dualtune.train.run import load_engine, run
-from dualtune.train.served_teacher import ServedTeacher, TeacherLost
 from dualtune.train.step import TrainingStep
-from dualtune.train.teachers import in_context, said_by
 
 ROWS = [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(16)]
 RUN = {"train__objective": "on_policy_distill", "train__steps": 4, "train__documents_per_step": 3,

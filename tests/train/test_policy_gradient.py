@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.train.policy_gradient import LEAST_DEVIATION, OBJECTIVES, SampledTokens, advantages
+from dualtune.train.objectives.policy_gradient import LEAST_DEVIATION, OBJECTIVES, SampledTokens, advantages
 
 CASES, TEMPERED = (
     json.loads((Path(__file__).parent / "data" / f"trl_{name}.json").read_text()) for name in ("policy", "tempered")

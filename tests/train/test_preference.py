@@ -11,7 +11,7 @@ import pytest
 
 from dualtune.base.errors import ConfigError
 from dualtune.config.combinations import PREFERENCE_KEYS
-from dualtune.train.preference import OBJECTIVES, Scores, objective_of
+from dualtune.train.objectives.preference import OBJECTIVES, Scores, objective_of
 
 TRL_LOSSES = Path(__file__).parent / "data" / "trl_losses.json"
 OURS = {

@@ -10,8 +10,8 @@ from dualtune.base.errors import ConfigError, LockedError
 from dualtune.data.documents import in_memory
 from dualtune.engine.backend import EngineDescription
 from dualtune.train import activation_cache
-from dualtune.train.distillation import read_distributions
-from dualtune.train.recording import PARTIAL, record
+from dualtune.train.objectives.distillation import read_distributions
+from dualtune.train.objectives.recording import PARTIAL, record
 from dualtune.train.state.lock import Lock
 
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from dualtune.base.errors import ConfigError
-from dualtune.train.rewards import IsolatedReward, JudgedAnswer, Rewards, resolved, short_name
+from dualtune.train.rl.rewards import IsolatedReward, JudgedAnswer, Rewards, resolved, short_name
 
 SOURCE = """
 import os, subprocess, sys

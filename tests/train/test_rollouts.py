@@ -14,9 +14,9 @@ from dualtune.engine.testing.conformance import random_adapter
 from dualtune.engine.testing.numpy_engine import NumpyEngine
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
 from dualtune.train import step as step_module
-from dualtune.train.drawing import question_of
 from dualtune.train.prepare import prepare
-from dualtune.train.rollouts import Rollouts
+from dualtune.train.rl.drawing import question_of
+from dualtune.train.rl.rollouts import Rollouts
 from dualtune.train.run import load_engine, run
 from dualtune.train.step import TrainingStep
 

@@ -8,11 +8,11 @@ import pytest
 
 from dualtune.base.errors import ConfigError, Preempted
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.train.batched import Continuation
+from dualtune.train.generation.batched import Continuation
+from dualtune.train.generation.inference import load_model, stream_text
+from dualtune.train.generation.sampling import Sampling
 from dualtune.train.hooks import Hook
-from dualtune.train.inference import load_model, stream_text
 from dualtune.train.samples import check_samples
-from dualtune.train.sampling import Sampling
 from dualtune.train.state.checkpoint import newest
 
 PROMPTS = ["What is 2 + 5?", "Say <b>hello</b>"]

@@ -9,10 +9,10 @@ import pytest
 from dualtune.engine.decoding import likely_rows
 from dualtune.engine.testing.conformance import random_adapter
 from dualtune.engine.testing.numpy_engine import NumpyNextLogits
-from dualtune.train.batched import Bounds, continue_all, sample_all
 from dualtune.train.fingerprints import plain_batch
-from dualtune.train.inference import BASE_ONLY, load_model
-from dualtune.train.sampling import LIKELY_TOKENS, Chooser, Sampling, choose_all
+from dualtune.train.generation.batched import Bounds, continue_all, sample_all
+from dualtune.train.generation.inference import BASE_ONLY, load_model
+from dualtune.train.generation.sampling import LIKELY_TOKENS, Chooser, Sampling, choose_all
 
 TEXTS = ("Hello", "1 plus 1?", "a", "Hello")
 HOT = Sampling(max_tokens=6, temperature=1.0, seed=3)
@@ -32,7 +32,7 @@ def test_the_likely_tokens_decide_what_all_logits_decide(way, monkeypatch):
 
     A row that leaves tokens out lies between the others, of which two are computed at once.
     """
-    monkeypatch.setattr("dualtune.train.sampling.BLOCK", 8 * LIKELY_TOKENS)
+    monkeypatch.setattr("dualtune.train.generation.sampling.BLOCK", 8 * LIKELY_TOKENS)
     of_way, rng = replace(HOT, max_tokens=10**6, tempered_logprobs=True, **way), np.random.default_rng(1)
     samplings = [of_way, replace(of_way, top_p=0.8), of_way, of_way, of_way]
     scales_B1 = np.array([[3.0], [0.1], [1.0], [0.1], [0.1]])

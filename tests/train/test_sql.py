@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualtune.train.sql import MAX_ROWS, SqlJudge
+from dualtune.train.rl.sql import MAX_ROWS, SqlJudge
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from dualtune.base.errors import ConfigError
 from dualtune.model.formats.chat_template import TEMPLATE_FILE, write_training_template
 from dualtune.model.formats.directory import read_adapter
 from dualtune.show.run import run, summary
+from dualtune.train.generation.inference import load_model
 from dualtune.train.hooks import Hook
-from dualtune.train.inference import load_model
 from dualtune.train.prepare import prepare
 from dualtune.use.model_card import adapter_card
 from dualtune.use.transfer.bundles.bundle import inspect, unpack

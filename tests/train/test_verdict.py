@@ -10,7 +10,7 @@ import pytest
 
 import dualtune
 from dualtune.train.health import MIN_STEPS, judge
-from dualtune.train.rollouts import same_answer
+from dualtune.train.rl.rollouts import same_answer
 from dualtune.train.verdict import of_rewards
 
 # --- real runs -------------------------------------------------------------------------------------------------------

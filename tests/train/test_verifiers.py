@@ -18,14 +18,14 @@ import pytest
 from dualtune.base.errors import ConfigError, Paused
 from dualtune.data.chat.conversations import Message
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.train import package_environments
-from dualtune.train.batched import Completion
-from dualtune.train.drawing import Drawing
-from dualtune.train.environments import Asked
-from dualtune.train.package_environments import PackageEpisodes, environment_rows
+from dualtune.train.generation.batched import Completion
+from dualtune.train.generation.sampling import Sampling
 from dualtune.train.prepare import prepare
+from dualtune.train.rl import package_environments
+from dualtune.train.rl.drawing import Drawing
+from dualtune.train.rl.environments import Asked
+from dualtune.train.rl.package_environments import PackageEpisodes, environment_rows
 from dualtune.train.run import load_engine, run
-from dualtune.train.sampling import Sampling
 from dualtune.train.step import TrainingStep
 
 HERE = Path(__file__).parent

@@ -22,7 +22,7 @@ from dualtune.doctor.apart import apart, at_work
 from dualtune.doctor.bench.measure import document_lengths
 from dualtune.engine.backend import Batch, Engine
 from dualtune.engine.choose import choose, open_backend
-from dualtune.train.comparison import AnswerComparison
+from dualtune.train.objectives.comparison import AnswerComparison
 from dualtune.train.policy import StepPolicy
 from dualtune.train.prepare import Prepared, prepare
 from dualtune.train.profiler.snapshot import process_reader

@@ -28,7 +28,7 @@ from dualtune.engine.choose import PlatformChoice, open_backend
 from dualtune.engine.machine import Machine
 from dualtune.engine.machines import CPU_ELEMENTWISE, CPU_LAUNCH_S, CPU_SIDE_SHARES, MachineLimits, published
 from dualtune.engine.memory.shapes import UnknownShape, any_decoder
-from dualtune.train.comparison import AnswerComparison
+from dualtune.train.objectives.comparison import AnswerComparison
 from dualtune.train.policy import StepPolicy
 from dualtune.train.prepare import Prepared
 from dualtune.train.recovery import explained

@@ -28,7 +28,7 @@ from dualtune.model.config_file import read_config, stored_precision
 from dualtune.model.copies import copy_model
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.train.fingerprints import without_adapter
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 from dualtune.use import model_card
 from dualtune.use.export import gguf_file
 from dualtune.use.export.gguf_file import set_numbers

@@ -17,7 +17,7 @@ from dualtune.model.formats.chat_template import write_training_template
 from dualtune.model.formats.directory import Adapter
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import in_names_of
-from dualtune.train.inference import inference_spec, load_adapter
+from dualtune.train.generation.inference import inference_spec, load_adapter
 from dualtune.use.verify.identity import compare
 from dualtune.use.verify.verdict import recorded_in
 

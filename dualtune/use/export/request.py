@@ -19,7 +19,7 @@ from dualtune.engine.backend import Engine
 from dualtune.model.formats.directory import MANIFEST_FILE, MAX_BYTES, Adapter
 from dualtune.train.evaluation import evaluate, layout_of
 from dualtune.train.fingerprints import PROMPTS, logprobs_of
-from dualtune.train.inference import load_tokenizer
+from dualtune.train.generation.inference import load_tokenizer
 from dualtune.train.state.run_dir import CONFIG
 from dualtune.use.export.llama_environment import PLAIN, QUANTIZED
 from dualtune.use.verify.verdict import VerifyVerdict

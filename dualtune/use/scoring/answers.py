@@ -17,9 +17,9 @@ from dualtune.base.files import write_file
 from dualtune.model.adapter import Tensors
 from dualtune.model.base_model import resolve_model
 from dualtune.model.fingerprint import fingerprint
-from dualtune.train.batched import Continuation, continue_all
-from dualtune.train.inference import LoadedModel
-from dualtune.train.sampling import Sampling
+from dualtune.train.generation.batched import Continuation, continue_all
+from dualtune.train.generation.inference import LoadedModel
+from dualtune.train.generation.sampling import Sampling
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Answers kept while many are generated, so that a command that was stopped continues where it was.

@@ -27,7 +27,7 @@ from dualtune.data.documents import Data, tokenize
 from dualtune.data.similarity import NEAR, jaccard, shingles, sketch, text_of
 from dualtune.engine.backend import Backend
 from dualtune.train.evaluation import evaluate, layout_of
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 
 Z = 1.959963984540054  # of the normal distribution, for 95 %
 RESAMPLES = 2000

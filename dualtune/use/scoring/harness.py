@@ -26,11 +26,11 @@ from dualtune.engine.backend import Backend
 from dualtune.engine.memory.estimate import AUTO_MICRO_BATCH_TOKENS
 from dualtune.model.base_model import resolve_model
 from dualtune.model.config_file import longest_text, read_config
-from dualtune.train.batched import PromptedRow, continue_rows, prompted_row
 from dualtune.train.evaluation import by_document, greedy, losses
-from dualtune.train.inference import LoadedModel
+from dualtune.train.generation.batched import PromptedRow, continue_rows, prompted_row
+from dualtune.train.generation.inference import LoadedModel
+from dualtune.train.generation.sampling import Sampling
 from dualtune.train.recovery import Recovery
-from dualtune.train.sampling import Sampling
 
 MOST_TOKENS, USUAL_TOKENS = 8192, 2048  # of a document: the most, and where the model does not say its own limit
 DEFAULT_ANSWER = 256  # tokens, as in lm-eval

@@ -17,8 +17,8 @@ from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.template import WITH_TOOLS
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Engine
-from dualtune.train.batched import PromptedRow
-from dualtune.train.token_logprobs import token_logprobs
+from dualtune.train.generation.batched import PromptedRow
+from dualtune.train.generation.token_logprobs import token_logprobs
 from dualtune.use.serve.requests import CompletionRequest
 
 

@@ -16,9 +16,9 @@ from dualtune.base.errors import ConfigError, DataError, Preempted
 from dualtune.base.http_server import BadRequest
 from dualtune.data.chat.call_notations import WrittenCall
 from dualtune.data.sources.rows import RowError
-from dualtune.train.batched import Bounds, PromptedRow
-from dualtune.train.inference import LoadedModel, StopTexts, TokenText, allowed_tokens
-from dualtune.train.sampling import Chooser
+from dualtune.train.generation.batched import Bounds, PromptedRow
+from dualtune.train.generation.inference import LoadedModel, StopTexts, TokenText, allowed_tokens
+from dualtune.train.generation.sampling import Chooser
 from dualtune.use.chat import AdapterSet
 from dualtune.use.serve.answer_text import (
     AnswerText,

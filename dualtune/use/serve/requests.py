@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dualtune.base.http_server import BadRequest, invalid_body, json_object
 from dualtune.data.chat.conversations import Message, RowReading, asked_nulls, read_messages, read_tools
 from dualtune.data.sources.rows import RowError
-from dualtune.train.sampling import Penalties, Sampling
+from dualtune.train.generation.sampling import Penalties, Sampling
 
 MAX_BODY = 1 << 20  # bytes
 MAX_MESSAGES, MAX_TEXT = 1000, 1 << 19  # characters of a message

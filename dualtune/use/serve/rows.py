@@ -14,7 +14,7 @@ import numpy as np
 
 from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank, bank_batches, why_not_bankable
 from dualtune.engine.decoding import CannotBatch
-from dualtune.train.batched import Bounds, PromptedRow, RowBatch, check_decoding
+from dualtune.train.generation.batched import Bounds, PromptedRow, RowBatch, check_decoding
 from dualtune.use.chat import BASE, AdapterSet
 
 Judge = Callable[[BaseException], bool]

@@ -16,7 +16,7 @@ import numpy as np
 from dualtune.data.batches import Row, RowSizes, SequenceLayout, plan
 from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine
 from dualtune.engine.memory.estimate import padded
-from dualtune.train.comparison import at_targets, with_slopes
+from dualtune.train.objectives.comparison import at_targets, with_slopes
 from dualtune.use.tinker.losses import loss_of, may_have_slope
 from dualtune.use.tinker.messages import Datum
 

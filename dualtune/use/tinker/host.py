@@ -31,8 +31,8 @@ from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.directory import Adapter, read_adapter
 from dualtune.model.formats.naming import Naming, is_fan_in_fan_out
 from dualtune.train.fingerprints import fingerprints, plain_batch
+from dualtune.train.generation.inference import BASE_ONLY, LoadedModel, inference_spec, load_model
 from dualtune.train.hooks import Event, Watchers
-from dualtune.train.inference import BASE_ONLY, LoadedModel, inference_spec, load_model
 from dualtune.train.model_checks import check_causality, check_packing, why_not_shared
 from dualtune.train.recovery import Recovery
 from dualtune.train.state import checkpoint

@@ -10,8 +10,8 @@ from dualtune.engine.backend import Backend, Engine
 from dualtune.engine.decoding import CannotBatch
 from dualtune.engine.memory.serving import bank_numbers
 from dualtune.model.adapter import AdapterSpec, Tensors
-from dualtune.train.batched import Bounds, RowBatch, check_decoding
-from dualtune.train.inference import BASE_ONLY
+from dualtune.train.generation.batched import Bounds, RowBatch, check_decoding
+from dualtune.train.generation.inference import BASE_ONLY
 from dualtune.use.tinker.messages import SampleResult
 from dualtune.use.tinker.samples import PendingSamples, sampled, score_prompts
 from dualtune.use.tinker.seat import BankedWeights, Seat, Weights

@@ -14,10 +14,10 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import Engine
-from dualtune.train.batched import Bounds, PromptedRow, RowBatch, ended_rows, prompted_row
-from dualtune.train.inference import LoadedModel
-from dualtune.train.sampling import LIKELY_TOKENS, Sampling
-from dualtune.train.token_logprobs import TokenLogprobs, token_logprobs
+from dualtune.train.generation.batched import Bounds, PromptedRow, RowBatch, ended_rows, prompted_row
+from dualtune.train.generation.inference import LoadedModel
+from dualtune.train.generation.sampling import LIKELY_TOKENS, Sampling
+from dualtune.train.generation.token_logprobs import TokenLogprobs, token_logprobs
 from dualtune.use.tinker.messages import SampledSequence, SampleRequest, SampleResult, TopLogprobs
 
 MOST_SAMPLES = 1024  # of a request

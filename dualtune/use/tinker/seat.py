@@ -16,7 +16,7 @@ from dualtune.engine.backend import Engine, OptimizerState
 from dualtune.model.adapter import AdapterSpec, Tensors, init_adapter, modules_of, tensor_name
 from dualtune.model.optimizer import OptimizerSpec, Shapes
 from dualtune.model.update_rules import Settings
-from dualtune.train.batched import RowBatch
+from dualtune.train.generation.batched import RowBatch
 from dualtune.train.state.checkpoint import Checkpoint
 
 OPTIMIZER = OptimizerSpec("adamw")

@@ -25,7 +25,7 @@ from dualtune.model.base_model import resolve_model
 from dualtune.model.config_file import vocabulary_size
 from dualtune.model.formats.directory import MANIFEST_FILE, Adapter, adapter_directory, read_adapter
 from dualtune.train.fingerprints import Entry, Gap, effect, gap, recompute, recorded_tops, without_adapter
-from dualtune.train.inference import load_model
+from dualtune.train.generation.inference import load_model
 from dualtune.use.transfer.bundles import manifest as unpacked
 from dualtune.use.transfer.bundles.manifest import ANY, RequiredBinding
 from dualtune.use.verify import identity

@@ -35,13 +35,13 @@ from dualtune.model.config_file import position_table_size, read_config
 from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.directory import Adapter, read_adapter
 from dualtune.model.places import in_names_of
-from dualtune.train.distillation import Distillation
 from dualtune.train.evaluation import using
 from dualtune.train.fingerprints import PROMPTS
+from dualtune.train.generation.inference import fit, fits_in, load_model
 from dualtune.train.hooks import EvalRecord
-from dualtune.train.inference import fit, fits_in, load_model
+from dualtune.train.objectives.distillation import Distillation
+from dualtune.train.objectives.served_teacher import ServedTeacher
 from dualtune.train.recovery import Recovery
-from dualtune.train.served_teacher import ServedTeacher
 from dualtune.train.state.resume import TEACHER, TEACHER_PROMPTS
 from dualtune.train.team import Team
 

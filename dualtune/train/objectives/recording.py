@@ -24,7 +24,7 @@ from dualtune.base.untrusted import open_file, parse_object
 from dualtune.data.documents import Documents
 from dualtune.engine.backend import Engine
 from dualtune.train.activation_cache import each_alone
-from dualtune.train.distillation import FORMAT, FORMS
+from dualtune.train.objectives.distillation import FORMAT, FORMS
 from dualtune.train.state.lock import Lock
 
 PARTIAL = ".partial"  # after the name of the target: the directory of an unfinished recording

@@ -30,7 +30,7 @@ from dualtune.model.formats.chat_template import NONE, TEMPLATE_FILE, mismatch
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.model.places import in_names_of
-from dualtune.train.sampling import Chooser, Penalties, Sampling
+from dualtune.train.generation.sampling import Chooser, Penalties, Sampling
 
 MOST_DECODED, FEWEST_DECODED = 64, 16  # tokens, of which the last ones are new
 BASE_ONLY = AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=())

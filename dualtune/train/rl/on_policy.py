@@ -16,15 +16,15 @@ from dualtune.config import Config
 from dualtune.data.documents import Documents, in_memory, units_in_memory
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Batch, Engine
-from dualtune.train.batched import Completion
-from dualtune.train.comparison import at_targets
-from dualtune.train.distillation import Distillation, Learned
-from dualtune.train.drawing import Drawing, answered, question_of
+from dualtune.train.generation.batched import Completion
 from dualtune.train.hooks import EvalRecord
-from dualtune.train.in_step import apart
-from dualtune.train.policy_gradient import GAP
+from dualtune.train.objectives.comparison import at_targets
+from dualtune.train.objectives.distillation import Distillation, Learned
+from dualtune.train.objectives.policy_gradient import GAP
+from dualtune.train.objectives.teachers import Teaching, evaluate_taught
 from dualtune.train.recovery import Recovery
-from dualtune.train.teachers import Teaching, evaluate_taught
+from dualtune.train.rl.drawing import Drawing, answered, question_of
+from dualtune.train.rl.in_step import apart
 from dualtune.train.team import Team
 
 EVALUATIONS = 1 << 31  # in the place of a step, for the random numbers of an evaluation: no run has so many

@@ -19,8 +19,8 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError
 from dualtune.base.files import expanded
-from dualtune.train.isolated import Isolated, Named, imported, serve
-from dualtune.train.sql import SqlJudge
+from dualtune.train.rl.isolated import Isolated, Named, imported, serve
+from dualtune.train.rl.sql import SqlJudge
 
 KEY = "rollouts.rewards"
 OWN_NAMES = ("completion", "completions", "prompt", "prompts", "expected")  # what is no column of a row
@@ -246,7 +246,7 @@ class IsolatedReward(Isolated):
     """A reward in a process of its own. `about` says which columns of a row its function asks for: null for all."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
-        super().__init__(KEY, "dualtune.train.rewards", name, timeout_s)
+        super().__init__(KEY, "dualtune.train.rl.rewards", name, timeout_s)
 
     @property
     def asks_for_row(self) -> bool:

@@ -31,7 +31,7 @@ from dualtune.model.adapter import Tensors
 from dualtune.train.activation_cache import each_alone, engine_key
 from dualtune.train.evaluation import measure_share, using
 from dualtune.train.hooks import EvalRecord
-from dualtune.train.preference import OBJECTIVES, Objective, Scores, installed_objective, objective_of
+from dualtune.train.objectives.preference import OBJECTIVES, Objective, Scores, installed_objective, objective_of
 from dualtune.train.recovery import Recovery
 from dualtune.train.team import Team
 

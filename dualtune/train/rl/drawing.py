@@ -12,9 +12,9 @@ from dualtune.config.values import POLICY_OBJECTIVES
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine
-from dualtune.train.batched import Completion, sample_all
-from dualtune.train.inference import LoadedModel
-from dualtune.train.sampling import Sampling
+from dualtune.train.generation.batched import Completion, sample_all
+from dualtune.train.generation.inference import LoadedModel
+from dualtune.train.generation.sampling import Sampling
 
 
 def question_of(document: Document) -> tuple[np.ndarray, np.ndarray]:

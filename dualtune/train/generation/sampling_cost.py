@@ -12,7 +12,7 @@ from dualtune.engine.machines import MachineLimits
 from dualtune.engine.memory.estimate import ITEM_BYTES
 from dualtune.engine.memory.plan import MemoryPlan
 from dualtune.engine.memory.shapes import Decoder
-from dualtune.train.batched import MOST_ROWS, MOST_TOKENS
+from dualtune.train.generation.batched import MOST_ROWS, MOST_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

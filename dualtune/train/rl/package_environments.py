@@ -27,13 +27,13 @@ from dualtune.data.chat.row_values import as_list, as_object
 from dualtune.data.chat.template import TEMPLATES_WITH_TOOLS
 from dualtune.data.sources.rows import RowError
 from dualtune.engine.backend import Engine
-from dualtune.train.batched import Completion
-from dualtune.train.drawing import Drawing
-from dualtune.train.environments import KEY, Asked, Dialogue, Episode, Episodes
-from dualtune.train.isolated import Isolated
+from dualtune.train.generation.batched import Completion
+from dualtune.train.rl.drawing import Drawing
+from dualtune.train.rl.environments import KEY, Asked, Dialogue, Episode, Episodes
+from dualtune.train.rl.isolated import Isolated
 
 PACKAGE = "verifiers"
-MODULE = "dualtune.train.verifiers_process"
+MODULE = "dualtune.train.rl.verifiers_process"
 LOAD_S = 600.0  # until an environment is there: it may download its data
 HANGS_S = 5.0  # beyond the time that the process itself allows: it no longer answers
 # Keys of a request that change nothing here. Those of the sampling must be what the run draws with.

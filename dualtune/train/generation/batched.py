@@ -20,9 +20,9 @@ from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank
 from dualtune.engine.backend import NOISE, Engine
 from dualtune.engine.decoding import CannotBatch, Decoding, NextLogits
 from dualtune.train.fingerprints import TOP_K, plain_batch
-from dualtune.train.inference import LoadedModel, allowed_tokens
-from dualtune.train.sampling import LIKELY_TOKENS, Chooser, Sampling, choose_all
-from dualtune.train.token_logprobs import TokenLogprobs, TopTokens, token_logprobs
+from dualtune.train.generation.inference import LoadedModel, allowed_tokens
+from dualtune.train.generation.sampling import LIKELY_TOKENS, Chooser, Sampling, choose_all
+from dualtune.train.generation.token_logprobs import TokenLogprobs, TopTokens, token_logprobs
 
 MOST_ROWS = 64
 MOST_TOKENS = 1 << 14  # in the cache, rows times the longest: 2 GiB for a Llama of 8B parameters in 16 bits

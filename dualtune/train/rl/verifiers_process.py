@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers`, in a process of their own: `python -m dualtune.train.verifiers_process`.
+"""Environments of the package `verifiers`, in a process of their own: `python -m dualtune.train.rl.verifiers_process`.
 
 An environment asks an OpenAI-compatible chat server, whatever the version of the package. The one here answers this
 process alone: on the loopback, under a path that only this process knows, one for each conversation. It passes a
@@ -28,8 +28,8 @@ from typing import Any, Protocol, cast
 
 from dualtune.base.errors import ConfigError
 from dualtune.base.http_server import ApiHandler, ApiServer, BadRequest, json_object
-from dualtune.train.environments import KEY
-from dualtune.train.isolated import Answer, serve
+from dualtune.train.rl.environments import KEY
+from dualtune.train.rl.isolated import Answer, serve
 
 MODEL = "policy"  # the name that requests ask for
 INSTALL = "pip install 'dualtune[verifiers]'"

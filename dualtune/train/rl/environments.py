@@ -29,9 +29,9 @@ from dualtune.data.chat.conversations import Message
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Engine
-from dualtune.train.batched import Completion
-from dualtune.train.drawing import Drawing
-from dualtune.train.isolated import Isolated, imported, serve
+from dualtune.train.generation.batched import Completion
+from dualtune.train.rl.drawing import Drawing
+from dualtune.train.rl.isolated import Isolated, imported, serve
 
 KEY = "rollouts.environment"
 
@@ -154,7 +154,7 @@ class Episodes:
         self._max_length = drawing.most_tokens(max_length)
 
     def _start(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Isolated:
-        return Isolated(KEY, "dualtune.train.environments", name, timeout_s, json.dumps(arguments))
+        return Isolated(KEY, "dualtune.train.rl.environments", name, timeout_s, json.dumps(arguments))
 
     def close(self) -> None:
         self._environment.close()

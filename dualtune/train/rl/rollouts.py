@@ -29,17 +29,17 @@ from dualtune.data.row_fields import RowFields
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine
 from dualtune.train.activation_cache import each_alone
-from dualtune.train.batched import Completion
-from dualtune.train.comparison import at_targets, from_all
-from dualtune.train.drawing import Drawing, answered, question_of
-from dualtune.train.environments import Asked, Episode, Episodes
 from dualtune.train.evaluation import using
+from dualtune.train.generation.batched import Completion
 from dualtune.train.hooks import EvalRecord
-from dualtune.train.in_step import apart
-from dualtune.train.package_environments import PackageEpisodes, package_of
-from dualtune.train.policy_gradient import OBJECTIVES, PolicyLoss, PolicyObjective, SampledTokens
+from dualtune.train.objectives.comparison import at_targets, from_all
+from dualtune.train.objectives.policy_gradient import OBJECTIVES, PolicyLoss, PolicyObjective, SampledTokens
 from dualtune.train.recovery import Recovery
-from dualtune.train.rewards import JudgedAnswer, JudgedAnswers, Rewards, short_name
+from dualtune.train.rl.drawing import Drawing, answered, question_of
+from dualtune.train.rl.environments import Asked, Episode, Episodes
+from dualtune.train.rl.in_step import apart
+from dualtune.train.rl.package_environments import PackageEpisodes, package_of
+from dualtune.train.rl.rewards import JudgedAnswer, JudgedAnswers, Rewards, short_name
 from dualtune.train.samples import keep_rows
 from dualtune.train.team import Team
 

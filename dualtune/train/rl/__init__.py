@@ -1,0 +1,1 @@
+"""Training on the model's own samples: drawing them, rewards, environments."""
