@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py [--shared ../shared] [--tasks wikisql] [--arms lora,trl] [--seeds 1 2 3] [--threads 1]
     python benchmarks/quality.py --tasks wikisql_short
+    python benchmarks/quality.py --padding  # what mlx-lm's target in the padding does to the loss of its first step
     python benchmarks/quality.py --table    # writes docs/quality.md's tables from the recorded result
 
 Sides with a PEER's name train in the peer's own program (peers_sides.py); all others are `dualtune train`. With equal
@@ -265,12 +266,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False))
     parser.add_argument("--again", action="store_true", help="make runs anew that are recorded")
+    parser.add_argument("--padding", action="store_true", help="measure the first loss of mlx-lm with and without it")
     parser.add_argument("--table", action="store_true", help="write the tables of the recorded result")
     args = parser.parse_args()
     if args.table:
         return print(page_tables.write(PAGE, tables(record.runs("quality"))))
     args.shared, args.envs = args.shared.resolve(), args.envs.resolve()
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if args.padding:
+        with tempfile.TemporaryDirectory() as name:
+            first = first_losses(Bench(args, "wikisql_short", Path(name)), args.seeds[0])
+        return print(record.add_run("quality", f"wikisql_short/first_step/{args.seeds[0]}", first))
     for task in args.tasks.split(","):
         with tempfile.TemporaryDirectory() as name:
             run_all(Bench(args, task, Path(name)))
@@ -296,6 +302,27 @@ def note(key: str, measure: Callable[[], dict[str, Any]], again: bool) -> None:
     figures = measure()
     print(key, figures["loss"], figures["right"], file=sys.stderr, flush=True)
     record.add_run("quality", key, figures, steps=STEPS, documents_per_step=DOCUMENTS)
+
+
+def first_losses(bench: Bench, seed: int) -> dict[str, float]:
+    """Return mlx-lm's loss of the first step as it is, and without the target behind each row."""
+    import mlx.core as mx
+    from mlx_lm.tuner.datasets import CacheDataset
+    from mlx_lm.tuner.trainer import default_loss, iterate_batches
+    from mlx_lm.utils import load
+    from peers_sides import Tokenized
+
+    config = parse_config(json.dumps(bench.config("mlx_lm", seed)))
+    documents, _ = Data(config).train_and_eval(Tokenizer(bench.model, config.data.template))
+    rope = json.loads((bench.model / "config.json").read_text()).get("rope_parameters") or {}  # as in peers_sides.py
+    model, _ = load(str(bench.model), model_config={"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
+    model.set_dtype(mx.float32)
+    rows = CacheDataset(Tokenized([json.loads(line) for line in tokens_of(documents)]))
+    np.random.seed(seed)
+    tokens_BT, spans_B2 = next(iterate_batches(rows, DOCUMENTS, config.data.max_length))
+    with_padding, _ = default_loss(model, tokens_BT, spans_B2)
+    without, _ = default_loss(model, tokens_BT, spans_B2 - mx.array([[0, 1]]))
+    return {"mlx_lm": with_padding.item(), "mlx_lm_without_padding": without.item()}
 
 
 def tables(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
