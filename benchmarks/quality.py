@@ -275,8 +275,9 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     if args.padding:
         with tempfile.TemporaryDirectory() as name:
-            first = first_losses(Bench(args, "wikisql_short", Path(name)), args.seeds[0])
-        return print(record.add_run("quality", f"wikisql_short/first_step/{args.seeds[0]}", first))
+            figures = first_losses(Bench(args, "wikisql_short", Path(name)), args.seeds[0])
+        key = f"wikisql_short/first_step/{args.seeds[0]}"
+        return print(record.add_run("quality", key, figures, steps=STEPS, documents_per_step=DOCUMENTS))
     for task in args.tasks.split(","):
         with tempfile.TemporaryDirectory() as name:
             run_all(Bench(args, task, Path(name)))
