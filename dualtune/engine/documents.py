@@ -10,7 +10,7 @@ Legend: B rows, T tokens of a row; within a call N documents, L tokens of the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,22 +35,6 @@ def spans_of(positions_BT: np.ndarray) -> Iterator[Span]:
     for row, positions_T in enumerate(positions_BT):
         starts = [0, *(np.flatnonzero(np.diff(positions_T) != 1) + 1).tolist(), len(positions_T)]
         yield from ((row, start, end) for start, end in pairwise(starts))
-
-
-def alike(lengths: Sequence[int], most_pairs: int) -> list[list[int]]:
-    """Return documents of the same length together, by their places: at most so many pairs of tokens, or a single one.
-
-    A backend computes the attention of each group at once: of many short documents, calls cost more than products.
-    """
-    groups: list[list[int]] = []
-    last: dict[int, list[int]] = {}  # group of each length
-    for place, length in enumerate(lengths):
-        group = last.get(length)
-        if group is None or (len(group) + 1) * length**2 > most_pairs:
-            groups.append(group := [])
-            last[length] = group
-        group.append(place)
-    return groups
 
 
 class Branch(NamedTuple):

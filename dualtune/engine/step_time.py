@@ -18,13 +18,11 @@ import numpy as np
 from dualtune.base.errors import EnvironmentFault
 from dualtune.base.text import in_short_time, in_time
 from dualtune.engine.card import StepCosts, card_of
-from dualtune.engine.documents import alike
 from dualtune.engine.machines import MachineLimits
 from dualtune.engine.memory.counted import Counted, Shape
 from dualtune.engine.memory.estimate import (
     AFFINE_BITS,
     AFFINE_GROUP,
-    GRANULE,
     MASTER_BYTES,
     Adapted,
     Ask,
@@ -219,9 +217,6 @@ def units(step: _Step) -> Counts:
         for length, size, seen in sizes
         for start in range(0, length, size)
     ]
-    num_groups, num_blocks = documents, len(blocks)
-    if not by_row and step.documents.shared is None:  # short documents of one length share a block
-        num_groups, num_blocks = _at_once(step.documents, at_most)
     pairs = step.documents.seen if step.costs.attention == "flash" else sum(q * k for q, k in blocks)
     groups = step.groups()
     input_groups = m * len(groups) * step.adapted_layers
@@ -236,8 +231,7 @@ def units(step: _Step) -> Counts:
         "group": (input_groups, input_groups),
         "inner group": (inner_groups, inner_groups),
         "document": (documents * forward, documents * backward),
-        "documents at once": (num_groups * forward, num_groups * backward),
-        "block": (num_blocks * forward, num_blocks * backward),
+        "block": (len(blocks) * forward, len(blocks) * backward),
         "chunk": (step.chunks, 0.0),
     }
     inputs = cells * step.adapted_layers * sum(group[0].in_ for group in groups.values())
@@ -260,22 +254,6 @@ def units(step: _Step) -> Counts:
         "logits": (step.targets * decoder.vocab, 0.0),
     }
     return calls | numbers
-
-
-def _at_once(documents: StepDocuments, at_most: int) -> tuple[int, int]:
-    """Return the groups of documents whose attention is computed at once, and the blocks of queries of all groups."""
-    num_groups = num_blocks = 0
-    for width, group in zip(documents.widths, documents.rows, strict=True):
-        # Rounded up, as far as the row has room.
-        lengths = [
-            min(-(-length // GRANULE) * GRANULE, width - sum(row[:place]))
-            for row in group
-            for place, length in enumerate(row)
-        ]
-        groups = alike(lengths, at_most**2)
-        num_groups += len(groups)
-        num_blocks += sum(-(-lengths[places[0]] // at_most) for places in groups)
-    return num_groups, num_blocks
 
 
 def _below_lowest(step: _Step) -> int:

@@ -177,7 +177,7 @@ def test_the_bytes_of_the_base_products_are_their_operands_and_results():
 
 def test_the_output_head_reads_its_weights_for_every_chunk():
     found = next(piece for piece in pieces([300]) if piece.part == HEAD and piece.products)
-    chunks, targets = 2, 299  # of 256 rows
+    chunks, targets = 3, 299  # of 128 rows
     assert found.products == 2 * 2 * targets * 64 * 256
     assert found.bytes == 4 * (2 * chunks * 64 * 256 + 2 * targets * 64)
 

@@ -57,7 +57,7 @@ def gap(a, b):
 # --- attention --------------------------------------------------------------------------------------------------------
 
 ROWS = {
-    "computed at once": [[20, 30, 7, 25], [31, 17, 16]],
+    "one document": [[7]],
     "several, and padding": [[5, 1, 9], [1, 3]],
     "longer than a block": [[attention.ATTENTION_BLOCK + 33, 40], [2 * attention.ATTENTION_BLOCK + 1]],
 }

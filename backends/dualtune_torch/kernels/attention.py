@@ -1,15 +1,15 @@
 """Causal attention inside the documents of packed rows: no work is done between documents.
 
 On a GPU this is FlashAttention over ragged sequences (`torch.nn.attention.varlen`). On a CPU the forward pass is
-torch's flash kernel. Because its backward pass is slow, the backward pass on a CPU, and all code for windows and soft
-caps, uses batched matrix products and a softmax, in blocks of queries that skip the keys after them. Short documents of
-one length are computed at once. The backward pass recomputes the probabilities from the log-sum-exp of each row, as in
-Dao et al., FlashAttention, arXiv 2205.14135, section 3.1.
+torch's flash kernel, document by document. Because its backward pass is slow, the backward pass on a CPU, and all code
+for windows and soft caps, uses batched matrix products and a softmax per document, in blocks of queries that skip the
+keys after them. The backward pass recomputes the probabilities from the log-sum-exp of each row, as in Dao et al.,
+FlashAttention, arXiv 2205.14135, section 3.1.
 
 A document that shares the beginning of another one (`Batch.parents_BT`) has the keys of this beginning before its own.
 
-Legend: B rows, T tokens of a row, H query heads, G key/value heads, d head size; N documents of L tokens; within a
-block Q queries, K keys, R = H / G · Q queries of all the heads that share a key/value head, P = N · G products.
+Legend: B rows, T tokens of a row, H query heads, G key/value heads, d head size; within a block Q queries, K keys,
+R = H / G · Q queries of all the heads that share a key/value head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from dualtune.base.errors import ConfigError
-from dualtune.engine.documents import Branch, Span, alike
+from dualtune.engine.documents import Branch
 from dualtune_torch.card.checks import RAGGED_TORCH
 from dualtune_torch.card.memory import ATTENTION_BLOCK
 from dualtune_torch.kernels import compiled
@@ -60,56 +60,6 @@ class GatheredKeys:
     longest: int
 
 
-class AtOnce(NamedTuple):
-    """Documents that are computed at once: a single one, or short ones whose lengths round up to the same."""
-
-    spans: Sequence[Span]
-    length: int  # L. Tokens of the row after the end of a document are computed too, and discarded
-    branch: Branch | None = None  # a single document with a parent
-
-    def of(self, x_BFTx: Tensor) -> Tensor:
-        """Return their part of a tensor [B, heads, T, …]: [N, heads, L, …], of a single document without a copy."""
-        parts = [x_BFTx[row, :, start : start + self.length] for row, start, _ in self.spans]
-        return parts[0][None] if len(parts) == 1 else torch.stack(parts)
-
-    def keys(self, x_BGTd: Tensor) -> Tensor:
-        """Return their keys, or values: those that a document shares with its parent, and its own."""
-        own_NGLd = self.of(x_BGTd)
-        if self.branch is None:
-            return own_NGLd
-        return torch.cat([x_BGTd[self.branch.row, None, :, self.of_parent], own_NGLd], dim=2)
-
-    def put(self, x_NFLd: Tensor, into_BFTd: Tensor) -> None:
-        """Write their part of a tensor."""
-        for (row, start, end), x_FLd in zip(self.spans, x_NFLd, strict=True):
-            into_BFTd[row, :, start:end] = x_FLd[:, : end - start]
-
-    def put_keys(self, dx_NGKd: Tensor, into_BGTd: Tensor) -> None:
-        """Write the gradient of their keys. What they share with a parent is added to what that has written."""
-        self.put(dx_NGKd[:, :, self.shared :], into_BGTd)
-        if self.branch is not None:
-            into_BGTd[self.branch.row, :, self.of_parent] += dx_NGKd[0, :, : self.shared]
-
-    @property
-    def shared(self) -> int:
-        return self.branch.shared if self.branch else 0
-
-    @property
-    def of_parent(self) -> slice:
-        assert self.branch is not None
-        return slice(self.branch.origin, self.branch.origin + self.branch.shared)
-
-
-def at_once(spans: Sequence[Span], T: int, branches: Mapping[tuple[int, int], Branch]) -> list[AtOnce]:
-    """Group the documents of rows of T tokens. A block of queries of a long one has as many scores as short ones."""
-    lengths = [_rounded_up(start, end, T) for _, start, end in spans]
-    plain = [place for place, span in enumerate(spans) if span[:2] not in branches]
-    groups = [[plain[i] for i in group] for group in alike([lengths[place] for place in plain], ATTENTION_BLOCK**2)]
-    own = [AtOnce([spans[place] for place in group], lengths[group[0]]) for group in groups]
-    pairs = [(span, length) for span, length in zip(spans, lengths, strict=True) if span[:2] in branches]
-    return own + [AtOnce([span], length, branches[span[:2]]) for span, length in pairs]
-
-
 @dataclass(frozen=True, slots=True)
 class DocumentBorders:
     """Where the documents of a micro-batch lie. All of it is known on the host, so nothing synchronizes the device."""
@@ -119,8 +69,7 @@ class DocumentBorders:
     longest: int
     maybe_compile: Callable[[Any], Any]  # `compiled.compile_function`, or the identity
     windows: set[int | None] = field(default_factory=set)  # filled by `attend`: the windows that the model uses
-    groups: Sequence[AtOnce] = ()  # all documents; those with a parent after the others
-    padding: Sequence[Span] = ()
+    branches: Mapping[tuple[int, int], Branch] = field(default_factory=dict)  # by row and first token
     keys: GatheredKeys | None = None  # where documents have parents
 
     @classmethod
@@ -130,16 +79,13 @@ class DocumentBorders:
     ) -> DocumentBorders:  # fmt: skip
         T, borders = segments_BT.shape[1], borders_in(segments_BT)
         lengths = np.diff(borders)
-        all_spans = [
+        spans = tuple(
             (start // T, start % T, start % T + length)
             for start, length in zip(borders.tolist(), lengths.tolist(), strict=False)
-        ]
-        spans, padding = (
-            tuple(span for span in all_spans if bool(segments_BT[span[:2]]) is is_real) for is_real in (True, False)
+            if segments_BT.flat[start]
         )
-        groups = at_once(spans, T, {(branch.row, branch.start): branch for branch in branches})
-        longest = int(lengths.max())
-        return cls(spans, cu_seqlens, longest, maybe_compile, groups=groups, padding=padding, keys=keys)
+        placed = {(branch.row, branch.start): branch for branch in branches}
+        return cls(spans, cu_seqlens, int(lengths.max()), maybe_compile, branches=placed, keys=keys)
 
     @classmethod
     def on_device(cls, longest: int, cu_seqlens: Tensor, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
@@ -208,7 +154,8 @@ def attend(
             "allowed here: auto, fused, reference; or set model.dtype: bfloat16"
         )
     window = EVERYTHING if sliding_window is None else sliding_window
-    return DocumentAttention.apply(query, key, value, documents, scale, window, softcap), None
+    spans = tuple((*span, documents.branches.get(span[:2])) for span in documents.spans)
+    return DocumentAttention.apply(query, key, value, spans, scale, window, softcap, documents.maybe_compile), None
 
 
 AttentionInterface.register(NAME, attend)
@@ -312,23 +259,24 @@ def gradients(
     delta_HQ1: Tensor,
     at_Q: Tensor,
     at_K: Tensor,
+    end: int,
     scale: float,
     window: int,
     cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Recompute the probabilities, and the gradient of the raw scores: p · (dp − delta) · scale · slope of the cap.
 
-    Both are zero for queries with an infinite log-sum-exp: those after the end of a document.
+    Both are zero for queries at or after the end of the document.
     """
     x_HQK = capped(scores_HQK.float() * scale, cap)
-    probs_HQK = torch.where(_seen(at_Q, at_K, window) & (lse_HQ1 != torch.inf), (x_HQK - lse_HQ1).exp(), 0.0)
+    probs_HQK = torch.where(_seen(at_Q, at_K, window) & (at_Q < end)[:, None], (x_HQK - lse_HQ1).exp(), 0.0)
     slope = scale if cap is None else scale * (1 - (x_HQK / cap).square())
     dscores_HQK = probs_HQK * (dprobs_HQK.float() - delta_HQ1) * slope
     return probs_HQK.to(scores_HQK.dtype), dscores_HQK.to(scores_HQK.dtype)
 
 
 class DocumentAttention(torch.autograd.Function):
-    """`reference`, some documents at a time, and in the backward pass one block of queries at a time."""
+    """`reference`, one document at a time, and in the backward pass one block of queries at a time."""
 
     @staticmethod
     def forward(
@@ -336,101 +284,111 @@ class DocumentAttention(torch.autograd.Function):
         q_BHTd: Tensor,
         k_BGTd: Tensor,
         v_BGTd: Tensor,
-        documents: DocumentBorders,
+        spans: tuple[tuple[int, int, int, Branch | None], ...],
         scale: float,
         window: int,
         cap: float | None,
+        maybe_compile: Callable[[Any], Any],
     ) -> Tensor:
-        out_BHTd, lses_NHL = _empty_by_token(q_BHTd, documents.padding), []
-        for group in documents.groups:
-            q_NHLd, k_NGKd, v_NGKd = group.of(q_BHTd), group.keys(k_BGTd), group.keys(v_BGTd)
-            if q_BHTd.device.type == "cpu" and cap is None and window >= group.length and group.branch is None:
-                out_NHLd, lse_NHL = _flash(q_NHLd, k_NGKd, v_NGKd, scale)
+        B, H, T, d = q_BHTd.shape
+        out_BTHd = q_BHTd.new_zeros(B, T, H, d)  # padding stays zero
+        lse_BHT = q_BHTd.new_empty(B, H, T, dtype=torch.float32)
+        for b, start, end, branch in spans:
+            L, beyond = end - start, _beyond(start, end, T)
+            q_HLd = q_BHTd[b, :, start:beyond]
+            k_GKd, v_GKd = (_keys(x_BGTd[b], start, beyond, branch) for x_BGTd in (k_BGTd, v_BGTd))
+            if q_BHTd.device.type == "cpu" and cap is None and window >= beyond - start and branch is None:
+                out_HLd, lse_HL = _flash(q_HLd, k_GKd, v_GKd, scale)
             else:
-                out_NHLd, lse_NHL = _in_blocks(q_NHLd, k_NGKd, v_NGKd, scale, window, cap, documents.maybe_compile)
-            group.put(out_NHLd, out_BHTd)
-            for (_, start, end), lse_HL in zip(group.spans, lse_NHL, strict=True):
-                lse_HL[:, end - start :].fill_(torch.inf)
-            lses_NHL.append(lse_NHL)
-        ctx.save_for_backward(q_BHTd, k_BGTd, v_BGTd, out_BHTd, *lses_NHL)
-        ctx.rest = documents, scale, window, cap
-        return out_BHTd.transpose(1, 2)
+                out_HLd, lse_HL = _in_blocks(q_HLd, k_GKd, v_GKd, scale, window, cap, maybe_compile)
+            out_BTHd[b, start:end] = out_HLd[:, :L].transpose(0, 1)
+            lse_BHT[b, :, start:end] = lse_HL[:, :L]
+        ctx.save_for_backward(q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT)
+        ctx.rest = spans, scale, window, cap, maybe_compile
+        return out_BTHd
 
     @staticmethod
     def backward(ctx: Any, dout_BTHd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_BHTd, k_BGTd, v_BGTd, out_BHTd, *lses_NHL = ctx.saved_tensors
-        documents, scale, window, cap = ctx.rest
-        G, dout_BHTd = k_BGTd.shape[1], dout_BTHd.transpose(1, 2)
-        delta_BHT = (dout_BTHd.float() * out_BHTd.transpose(1, 2)).sum(-1).transpose(1, 2).contiguous()
-        longest = max((group.shared + group.length for group in documents.groups), default=0)
+        q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT = ctx.saved_tensors
+        spans, scale, window, cap, maybe_compile = ctx.rest
+        (_, H, T, d), G = q_BHTd.shape, k_BGTd.shape[1]
+        longest = max((branch.shared for *_, branch in spans if branch), default=0) + T
         at_K = torch.arange(longest, device=q_BHTd.device)
-        dq_BHTd, dk_BGTd, dv_BGTd = (_empty_by_token(x, documents.padding) for x in (q_BHTd, k_BGTd, v_BGTd))
-        for group, lse_NHL in zip(documents.groups, lses_NHL, strict=True):
-            q_NHLd, dout_NHLd, delta_NHL = group.of(q_BHTd), group.of(dout_BHTd), group.of(delta_BHT)
-            k_NGKd, v_NGKd = group.keys(k_BGTd), group.keys(v_BGTd)
-            dq_NHLd, dk_NGKd, dv_NGKd = torch.empty_like(q_NHLd), torch.zeros_like(k_NGKd), torch.zeros_like(v_NGKd)
-            for queries, keys in _blocks(group.length, window, group.shared):
-                q_PRd, dout_PRd = (_rows(x_NHLd[:, :, queries], G) for x_NHLd in (q_NHLd, dout_NHLd))
-                k_PKd, v_PKd = (x_NGKd[:, :, keys].flatten(0, 1) for x_NGKd in (k_NGKd, v_NGKd))
-                scores_PRK, dprobs_PRK = q_PRd @ k_PKd.mT, dout_PRd @ v_PKd.mT
-                by_head = len(q_NHLd) * len(q_NHLd[0]), -1, scores_PRK.shape[-1]
-                probs_HQK, dscores_HQK = documents.maybe_compile(gradients)(
-                    scores_PRK.view(by_head), dprobs_PRK.view(by_head),
-                    *(x_NHL[:, :, queries].flatten(0, 1)[..., None] for x_NHL in (lse_NHL, delta_NHL)),
-                    at_K[group.shared :][queries], at_K[keys], scale, window, cap,
+        delta_BTH = (dout_BTHd.float() * out_BTHd).sum(-1)
+        dq_BHTd, dk_BGTd, dv_BGTd = (_zeros_by_token(x) for x in (q_BHTd, k_BGTd, v_BGTd))
+        for b, start, end, branch in spans:
+            beyond, shared = _beyond(start, end, T), branch.shared if branch else 0
+            k_GSd, v_GSd = (_keys(x_BGTd[b], start, beyond, branch) for x_BGTd in (k_BGTd, v_BGTd))
+            # Of a document with a parent these are copies, added below.
+            dk_GSd, dv_GSd = (
+                torch.zeros_like(keys) if branch else dx_BGTd[b, :, start:beyond]
+                for keys, dx_BGTd in ((k_GSd, dk_BGTd), (v_GSd, dv_BGTd))
+            )
+            for within, keys in _blocks(beyond - start, window, shared):
+                queries = slice(start + within.start, start + within.stop)
+                at_Q, Q = at_K[shared + within.start : shared + within.stop], within.stop - within.start
+                q_GRd, k_GKd, v_GKd = q_BHTd[b, :, queries].reshape(G, -1, d), k_GSd[:, keys], v_GSd[:, keys]
+                dout_GRd = dout_BTHd[b, queries].transpose(0, 1).reshape(G, -1, d)
+                scores_GRK, dprobs_GRK = q_GRd @ k_GKd.mT, dout_GRd @ v_GKd.mT
+                probs_HQK, dscores_HQK = maybe_compile(gradients)(
+                    scores_GRK.view(H, Q, -1), dprobs_GRK.view(H, Q, -1), lse_BHT[b, :, queries, None],
+                    delta_BTH[b, queries].T[..., None], at_Q, at_K[keys], shared + end - start, scale, window, cap,
                 )  # fmt: skip
-                dscores_PRK = dscores_HQK.view_as(scores_PRK)
-                dv_NGKd[:, :, keys].add_((probs_HQK.view_as(scores_PRK).mT @ dout_PRd).unflatten(0, (-1, G)))
-                dk_NGKd[:, :, keys].add_((dscores_PRK.mT @ q_PRd).unflatten(0, (-1, G)))
-                dq_NHLd[:, :, queries] = (dscores_PRK @ k_PKd).view(*dq_NHLd.shape[:2], -1, dq_NHLd.shape[-1])
-            group.put(dq_NHLd, dq_BHTd)
-            group.put_keys(dk_NGKd, dk_BGTd)
-            group.put_keys(dv_NGKd, dv_BGTd)
-        return dq_BHTd, dk_BGTd, dv_BGTd, None, None, None, None
+                dscores_GRK = dscores_HQK.view_as(scores_GRK)
+                dv_GSd[:, keys] += probs_HQK.view_as(scores_GRK).mT @ dout_GRd
+                dk_GSd[:, keys] += dscores_GRK.mT @ q_GRd
+                dq_BHTd[b, :, queries] = (dscores_GRK @ k_GKd).view(H, Q, d)  # beyond the end: zero, overwritten later
+            if branch is not None:
+                origin = slice(branch.origin, branch.origin + shared)
+                for dx_BGTd, dx_GSd in ((dk_BGTd, dk_GSd), (dv_BGTd, dv_GSd)):
+                    dx_BGTd[b, :, origin] += dx_GSd[:, :shared]
+                    dx_BGTd[b, :, start:beyond] += dx_GSd[:, shared:]
+        return dq_BHTd, dk_BGTd, dv_BGTd, None, None, None, None, None
 
 
-def _rounded_up(start: int, end: int, T: int) -> int:
-    """Round up the length of a document, as far as its row has room."""
-    return min(T, end + (start - end) % GRANULE) - start
+def _keys(x_GTd: Tensor, start: int, beyond: int, branch: Branch | None) -> Tensor:
+    """Return the keys, or the values, of a document: those that it shares with its parent, and its own."""
+    own_GLd = x_GTd[:, start:beyond]
+    if branch is None:
+        return own_GLd
+    return torch.cat([x_GTd[:, branch.origin : branch.origin + branch.shared], own_GLd], dim=1)
 
 
-def _rows(x_NHQd: Tensor, G: int) -> Tensor:
-    """Return [P, R, d]: the queries of all heads that share a key/value head, one after another."""
-    return x_NHQd.reshape(len(x_NHQd) * G, -1, x_NHQd.shape[-1])
+def _beyond(start: int, end: int, T: int) -> int:
+    """Round up the end of a document. The tokens after it in the row are computed too, masked and discarded."""
+    return min(T, end + (start - end) % GRANULE)
 
 
-def _flash(q_NHLd: Tensor, k_NGLd: Tensor, v_NGLd: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend in documents by torch's CPU kernel: [N, H, L, d], and the log-sum-exp of each row, [N, H, L]."""
-    R = q_NHLd.shape[1] // k_NGLd.shape[1]
-    k_NHLd, v_NHLd = (x_NGLd.repeat_interleave(R, 1) for x_NGLd in (k_NGLd, v_NGLd))
-    out_NHLd, lse_NHL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_NHLd, k_NHLd, v_NHLd, 0.0, True, scale=scale
-    )
-    return out_NHLd, lse_NHL.contiguous()  # by token: compiled code would choose its layout for all that it writes
+def _flash(q_HLd: Tensor, k_GLd: Tensor, v_GLd: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend in a document of L tokens by torch's CPU kernel: [H, L, d], and the log-sum-exp of each row, [H, L]."""
+    R = len(q_HLd) // len(k_GLd)
+    k_HLd, v_HLd = (x_GLd.repeat_interleave(R, 0) for x_GLd in (k_GLd, v_GLd))
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out_1HLd, lse_1HL = attention(q_HLd[None], k_HLd[None], v_HLd[None], 0.0, True, scale=scale)
+    return out_1HLd[0], lse_1HL[0]
 
 
 def _in_blocks(
-    q_NHLd: Tensor,
-    k_NGKd: Tensor,
-    v_NGKd: Tensor,
+    q_HLd: Tensor,
+    k_GKd: Tensor,
+    v_GKd: Tensor,
     scale: float,
     window: int,
     cap: float | None,
     maybe_compile: Callable[[Any], Any],
 ) -> tuple[Tensor, Tensor]:
     """Compute what `_flash` does, with a window and a soft cap, and with keys before those of the queries."""
-    (N, H, L, d), (_, G, K, _) = q_NHLd.shape, k_NGKd.shape
-    at_K = torch.arange(K, device=q_NHLd.device)
-    out_NHLd, lse_NHL1 = q_NHLd.new_empty(N, H, L, d), q_NHLd.new_empty(N, H, L, 1, dtype=torch.float32)
+    (H, L, d), (G, K, _) = q_HLd.shape, k_GKd.shape
+    at_K = torch.arange(K, device=q_HLd.device)
+    out_HLd, lse_HL1 = q_HLd.new_empty(H, L, d), q_HLd.new_empty(H, L, 1, dtype=torch.float32)
     for queries, keys in _blocks(L, window, K - L):
-        k_PKd, v_PKd = (x_NGKd[:, :, keys].flatten(0, 1) for x_NGKd in (k_NGKd, v_NGKd))
-        scores_PRK = _rows(q_NHLd[:, :, queries], G) @ k_PKd.mT
-        probs_HQK, lse_HQ1 = maybe_compile(probabilities)(
-            scores_PRK.view(N * H, -1, scores_PRK.shape[-1]), at_K[K - L :][queries], at_K[keys], scale, window, cap
+        scores_GRK = q_HLd[:, queries].reshape(G, -1, d) @ k_GKd[:, keys].mT
+        scores_HQK = scores_GRK.view(H, -1, scores_GRK.shape[-1])
+        probs_HQK, lse_HL1[:, queries] = maybe_compile(probabilities)(
+            scores_HQK, at_K[K - L :][queries], at_K[keys], scale, window, cap
         )
-        lse_NHL1[:, :, queries] = lse_HQ1.unflatten(0, (N, H))
-        out_NHLd[:, :, queries] = (probs_HQK.view_as(scores_PRK) @ v_PKd).view(N, H, -1, d)
-    return out_NHLd, lse_NHL1.squeeze(-1)
+        out_HLd[:, queries] = (probs_HQK.view_as(scores_GRK) @ v_GKd[:, keys]).view(H, -1, d)
+    return out_HLd, lse_HL1.squeeze(-1)
 
 
 def _blocks(L: int, window: int, shared: int = 0) -> Iterator[tuple[slice, slice]]:
@@ -444,13 +402,9 @@ def _blocks(L: int, window: int, shared: int = 0) -> Iterator[tuple[slice, slice
         yield slice(first, stop), slice(max(0, shared + first - window + 1), shared + stop)
 
 
-def _empty_by_token(x_BHTd: Tensor, padding: Sequence[Span]) -> Tensor:
-    """Return a tensor like x, in memory as [B, T, H, d]: the layers before read a token's heads contiguously. Zero in
-    the padding, else not filled."""
-    empty_BHTd = torch.empty_like(x_BHTd.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-    for row, start, end in padding:
-        empty_BHTd[row, :, start:end].zero_()
-    return empty_BHTd
+def _zeros_by_token(x_BHTd: Tensor) -> Tensor:
+    """Zeros in the shape of x, in memory as [B, T, H, d]: the layers before read a token's heads contiguously."""
+    return torch.zeros_like(x_BHTd.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
