@@ -280,6 +280,19 @@ class Tokenized:
         return pair
 
 
+def mlx_lm_model(directory: str, dtype: str | None) -> Any:
+    """The model in a directory as mlx-lm computes it, in the dtype of its files unless another is named."""
+    import mlx.core as mx
+    from mlx_lm.utils import load
+
+    config = json.loads(Path(directory, "config.json").read_text())
+    rope = config.get("rope_parameters") or {}  # of transformers 5; mlx-lm takes its default where it is not above
+    model, _ = load(directory, model_config={"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
+    if dtype:
+        model.set_dtype(getattr(mx, dtype))
+    return model
+
+
 def mlx_lm(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
     """Settings: of mlx_lm.lora's config, and dtype, to which the base is cast. mlx-lm shuffles the batches itself."""
     import types
@@ -288,7 +301,6 @@ def mlx_lm(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
     import numpy as np
     from mlx_lm import lora
     from mlx_lm.tuner.callbacks import TrainingCallback
-    from mlx_lm.utils import load
 
     class Reports(TrainingCallback):
         def on_train_loss_report(_, report: dict[str, Any]) -> None:
@@ -308,11 +320,7 @@ def mlx_lm(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
     } | {key: value for key, value in job["settings"].items() if key != "dtype"}  # fmt: skip
     if "save" in job:
         arguments["adapter_path"] = job["save"]
-    config = json.loads(Path(job["model"], "config.json").read_text())
-    rope = config.get("rope_parameters") or {}  # of transformers 5; mlx-lm takes its default where it is not above
-    model, _ = load(job["model"], model_config={"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
-    if dtype := job["settings"].get("dtype"):
-        model.set_dtype(getattr(mx, dtype))
+    model = mlx_lm_model(job["model"], job["settings"].get("dtype"))
     documents = list(map(json.loads, Path(job["documents"]).read_text(encoding="utf-8").splitlines()))
     np.random.seed(job["seed"])  # the order of the batches
     lora.train_model(types.SimpleNamespace(**arguments), model, Tokenized(documents), [], Reports())

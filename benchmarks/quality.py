@@ -34,8 +34,8 @@ from peers import OPTIMIZER
 from peers_inputs import SPEC, save_adapter, shuffled_batches, tokens_of, unshuffled, write_lines
 from peers_settings import hf, python_of
 
-from dualtune.config import parse_config
-from dualtune.data.documents import Data
+from dualtune.config import Config, parse_config
+from dualtune.data.documents import Data, Documents
 from dualtune.data.order import Order
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.doctor.bench.intervals import Interval, interval, paired
@@ -218,10 +218,14 @@ class Bench:
         shape = json.loads((self.model / "config.json").read_text())
         return save_adapter(self.folder / f"initial-{seed}", shape, seed)
 
+    def documents(self, config: Config) -> Documents:
+        """Return what dualtune makes of the rows of training."""
+        return Data(config).train_and_eval(Tokenizer(self.model, config.data.template))[0]
+
     def _in_order_of_mlx_lm(self, settings: dict[str, Any]) -> Path:
         """Return the rows of training in a file from which dualtune takes the steps that mlx-lm takes."""
         config = parse_config(json.dumps(settings))
-        documents, _ = Data(config).train_and_eval(Tokenizer(self.model, config.data.template))
+        documents = self.documents(config)
         rows = self.train.read_text(encoding="utf-8").splitlines(keepends=True)
         order = shuffled_batches(np.zeros(len(documents)), DOCUMENTS, config.run.seed)
         return write_lines(Path(f"{settings['run']['dir']}.jsonl"), unshuffled([rows[i] for i in order], config))
@@ -230,7 +234,7 @@ class Bench:
         """Train in the peer's program on the documents that dualtune makes of the rows, in dualtune's order."""
         run_dir.mkdir()
         config = parse_config(json.dumps(self.config(peer, seed)))
-        documents, _ = Data(config).train_and_eval(Tokenizer(self.model, config.data.template))
+        documents = self.documents(config)
         order = Order(config, documents.lengths)
         job = {
             "model": str(self.model), "adapter": str(self._initial(seed)),
@@ -310,15 +314,11 @@ def first_losses(bench: Bench, seed: int) -> dict[str, float]:
     import mlx.core as mx
     from mlx_lm.tuner.datasets import CacheDataset
     from mlx_lm.tuner.trainer import default_loss, iterate_batches
-    from mlx_lm.utils import load
-    from peers_sides import Tokenized
+    from peers_sides import Tokenized, mlx_lm_model
 
     config = parse_config(json.dumps(bench.config("mlx_lm", seed)))
-    documents, _ = Data(config).train_and_eval(Tokenizer(bench.model, config.data.template))
-    rope = json.loads((bench.model / "config.json").read_text()).get("rope_parameters") or {}  # as in peers_sides.py
-    model, _ = load(str(bench.model), model_config={"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})
-    model.set_dtype(mx.float32)
-    rows = CacheDataset(Tokenized([json.loads(line) for line in tokens_of(documents)]))
+    model = mlx_lm_model(str(bench.model), "float32")
+    rows = CacheDataset(Tokenized([json.loads(line) for line in tokens_of(bench.documents(config))]))
     np.random.seed(seed)
     tokens_BT, spans_B2 = next(iterate_batches(rows, DOCUMENTS, config.data.max_length))
     with_padding, _ = default_loss(model, tokens_BT, spans_B2)

@@ -1,4 +1,4 @@
-"""What may be put beside a model that answers requests, in the memory that is free: keys and values, adapters."""
+"""What is put beside a model that continues texts, and how much of it free memory holds: keys and values, adapters."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from typing import Any
 
 from dualtune.engine.backend import MemoryStats
 from dualtune.engine.memory.estimate import ITEM_BYTES
-from dualtune.engine.memory.shapes import UnknownShape, any_decoder
+from dualtune.engine.memory.shapes import Decoder, UnknownShape, any_decoder
 
 CACHE_SHARE = 0.4  # for keys and values: while rows enter, those of all are there twice
 BANK_SHARE = 0.25  # for the adapters of a batch
+
+
+def cache_bytes(decoder: Decoder, dtype: str) -> int:
+    """Return what the keys and values of a token take in all layers."""
+    return decoder.layers * 2 * decoder.kv_width * ITEM_BYTES.get(dtype, 4)
 
 
 def cache_tokens(config: Mapping[str, Any], dtype: str, memory: MemoryStats) -> int | None:
@@ -19,7 +24,7 @@ def cache_tokens(config: Mapping[str, Any], dtype: str, memory: MemoryStats) -> 
         decoder = any_decoder(config)
     except UnknownShape:
         return None
-    return int(CACHE_SHARE * _free(memory)) // (decoder.layers * 2 * decoder.kv_width * ITEM_BYTES.get(dtype, 4))
+    return int(CACHE_SHARE * _free(memory)) // cache_bytes(decoder, dtype)
 
 
 def bank_numbers(dtype: str, memory: MemoryStats) -> int:

@@ -191,11 +191,7 @@ class Chooser:
         if self._leaves_out:  # which ones is known when all are sorted, which takes long
             order = np.argsort(-probs_V, kind="stable")
             return int(order[cast(int, self._drawn(probs_V[order], u, is_all=True))])
-        mass = float(probs_V[likely.tokens_K].sum())
-        probs_V[likely.tokens_K] = 0
-        cumulative_V = np.cumsum(probs_V)
-        at = int(np.searchsorted(cumulative_V, u * (mass + float(cumulative_V[-1])) - mass, side="right"))
-        return at if at < len(probs_V) else int(likely.tokens_K[-1])
+        return _places_beyond(probs_V[None], likely.tokens_K[None], np.array([u]))[0]
 
     def _drawn(self, probs_K: np.ndarray, u: float, *, is_all: bool) -> int | None:
         """Return the index of the token at the share `u` of the kept probability.
@@ -284,16 +280,21 @@ def _drawn_among(rows: Rows) -> list[int | None]:
 
 def _drawn_beyond(rows: Rows, logits_BV: np.ndarray) -> list[int | None]:
     """Return what `Chooser.beyond` returns of each row."""
-    probs_BV, tokens_BK = _probabilities(rows, logits_BV), np.stack([row.tokens_K for _, row in rows])
-    masses_B = np.take_along_axis(probs_BV, tokens_BK, -1).sum(-1)
-    np.put_along_axis(probs_BV, tokens_BK, 0, -1)
-    ends_BV = np.cumsum(probs_BV, axis=-1, out=probs_BV)
-    places_B = (ends_BV <= (_shares(rows) * (masses_B + ends_BV[:, -1]) - masses_B)[:, None]).sum(-1)
-    tokens_B = np.where(places_B < ends_BV.shape[1], places_B, tokens_BK[:, -1]).tolist()
+    tokens_BK = np.stack([row.tokens_K for _, row in rows])
+    tokens_B = _places_beyond(_probabilities(rows, logits_BV), tokens_BK, _shares(rows))
     return [
         chooser.take(row, token, logits_V[token])
         for (chooser, row), token, logits_V in zip(rows, tokens_B, logits_BV, strict=True)
     ]
+
+
+def _places_beyond(probs_BV: np.ndarray, tokens_BK: np.ndarray, shares_B: np.ndarray) -> list[int]:
+    """Return the token of each row at a share of the probability, of which that of the likely tokens comes first."""
+    masses_B = np.take_along_axis(probs_BV, tokens_BK, -1).sum(-1)
+    np.put_along_axis(probs_BV, tokens_BK, 0, -1)
+    ends_BV = np.cumsum(probs_BV, axis=-1, out=probs_BV)
+    places_B = (ends_BV <= (shares_B * (masses_B + ends_BV[:, -1]) - masses_B)[:, None]).sum(-1)
+    return np.where(places_B < ends_BV.shape[1], places_B, tokens_BK[:, -1]).tolist()
 
 
 def _shares(rows: Rows) -> np.ndarray:

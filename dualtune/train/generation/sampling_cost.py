@@ -9,8 +9,8 @@ from dualtune.base.text import in_bytes, in_short_time
 from dualtune.config import Config
 from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 from dualtune.engine.machines import MachineLimits
-from dualtune.engine.memory.estimate import ITEM_BYTES
 from dualtune.engine.memory.plan import MemoryPlan
+from dualtune.engine.memory.serving import cache_bytes
 from dualtune.engine.memory.shapes import Decoder
 from dualtune.train.generation.batched import MOST_ROWS, MOST_TOKENS
 
@@ -52,7 +52,7 @@ def sampling_cost(config: Config, plan: MemoryPlan, prompts: int, limits: Machin
     longest = ask.max_length + rollouts.max_tokens
     answers = prompts * rollouts.samples
     at_once = max(1, min(MOST_ROWS, answers, MOST_TOKENS // longest))
-    cache = at_once * longest * decoder.layers * 2 * decoder.kv_width * ITEM_BYTES[ask.dtype]
+    cache = at_once * longest * cache_bytes(decoder, ask.dtype)
     beside = sum(part.bytes for part in plan.estimate.parts if part.name != "activations")
     seconds = None
     if limits is not None and (flops := limits.product_flops.get(ask.dtype)):

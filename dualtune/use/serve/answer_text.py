@@ -21,6 +21,8 @@ from dualtune.train.generation.batched import PromptedRow
 from dualtune.train.generation.token_logprobs import token_logprobs
 from dualtune.use.serve.requests import CompletionRequest
 
+Pairs = Sequence[tuple[int, float]]  # tokens and their log-probabilities
+
 
 def encoded(request: CompletionRequest, tokenizer: Tokenizer, system: str | None) -> np.ndarray:
     if isinstance(request.prompt, str):
@@ -115,35 +117,19 @@ class AnswerText:
 def prompt_scores(
     engine: Engine, tokenizer: Tokenizer, prompt: np.ndarray, top: int, *, as_ids: bool
 ) -> dict[str, Any]:
-    """Return the table `logprobs` of a prompt (int32 [T]) in the form of OpenAI's older completions.
-
-    Its tokens, what they are worth, and others in their place.
-
-    `as_ids`: in place of their texts, which different tokens may share.
-    """
+    """Return the table `logprobs` of a prompt (int32 [T]) in the form of OpenAI's older completions."""
     (said,) = token_logprobs(engine, [prompt], top)
-    texts = [tokenizer.decode_all([token]) for token in prompt.tolist()]
-    name = _namer(tokenizer, as_ids=as_ids)
-    logprobs = [None, *said.logprobs[1:].tolist()]
-    tops: list[dict[str, float] | None] | None = None
+    tokens, logprobs = prompt.tolist(), [None, *said.logprobs[1:].tolist()]
+    tops: list[Pairs | None] | None = None
     if said.top is not None:
         places = zip(said.top.tokens_Tk[1:].tolist(), said.top.logprobs_Tk[1:].tolist(), strict=True)
-        own = zip(prompt[1:].tolist(), said.logprobs[1:].tolist(), strict=True)
-        # The token itself is there too. Of texts that are alike the most probable token's is kept, which comes first.
-        tops = [None]
-        for (tokens, values), mine in zip(places, own, strict=True):
-            tops.append(_by_name(name, [mine, *reversed([*zip(tokens, values, strict=True)])]))
-    return {
-        "tokens": [name(token) for token in prompt.tolist()], "token_logprobs": logprobs, "top_logprobs": tops,
-        "text_offset": [0, *accumulate(map(len, texts))][:-1],
-    }  # fmt: skip
+        own = zip(tokens[1:], said.logprobs[1:].tolist(), strict=True)
+        tops = [None, *([mine, *reversed([*zip(*top, strict=True)])] for top, mine in zip(places, own, strict=True))]
+    return _table(tokenizer, tokens, logprobs, tops, as_ids=as_ids)
 
 
 def answer_scores(request: CompletionRequest, tokenizer: Tokenizer, row: PromptedRow) -> dict[str, Any]:
-    """Return the table `logprobs` of an answer: its tokens, what they are worth, and others in their place.
-
-    In the form of OpenAI's chats, or of its older completions.
-    """
+    """Return the table `logprobs` of an answer in the form of OpenAI's chats, or of its older completions."""
     tokens, logprobs = row.tokens, (row.choose.logprobs or [])[: len(row.tokens)]  # without that of what ended it
     tops = [zip(ids.tolist(), values.tolist(), strict=True) for ids, values in row.choose.top] or [()] * len(tokens)
     places = [*zip(tokens, logprobs, map(list[tuple[int, float]], tops), strict=False)]
@@ -153,14 +139,8 @@ def answer_scores(request: CompletionRequest, tokenizer: Tokenizer, row: Prompte
             scored(token, logprob) | {"top_logprobs": [scored(*each) for each in top]} for token, logprob, top in places
         ]
         return {"content": content}
-    name = _namer(tokenizer, as_ids=request.as_ids)
-    texts = [tokenizer.decode_all([token]) for token in tokens]
-    return {
-        "tokens": [*map(name, tokens)], "token_logprobs": logprobs,
-        "top_logprobs": [_by_name(name, [(token, logprob), *reversed(top)]) for token, logprob, top in places]
-        if request.logprobs else None,
-        "text_offset": [0, *accumulate(map(len, texts))][:-1],
-    }  # fmt: skip
+    named = [[(token, logprob), *reversed(top)] for token, logprob, top in places] if request.logprobs else None
+    return _table(tokenizer, tokens, logprobs, named, as_ids=request.as_ids)
 
 
 def _scored_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
@@ -169,10 +149,19 @@ def _scored_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str,
     return {"token": text, "logprob": logprob, "bytes": None if is_part else [*text.encode()]}
 
 
-def _namer(tokenizer: Tokenizer, *, as_ids: bool) -> Callable[[int], str]:
-    return "token_id:{}".format if as_ids else lambda token: tokenizer.decode_all([token])
+def _table(
+    tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[float | None],
+    tops: Sequence[Pairs | None] | None, *, as_ids: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Return tokens, what they are worth, and others in their place, in the form of OpenAI's older completions.
 
-
-def _by_name(name: Callable[[int], str], pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """Return log-probabilities by the names of their tokens. Of names that are alike the last one's is kept."""
-    return {name(token): value for token, value in pairs}
+    `tops`: of each place its own token and the most probable ones, the least probable first: of texts that are alike
+    the last one's is kept. `as_ids`: in place of their texts, which different tokens may share.
+    """
+    texts = [tokenizer.decode_all([token]) for token in tokens]
+    name: Callable[[int], str] = "token_id:{}".format if as_ids else lambda token: tokenizer.decode_all([token])
+    return {
+        "tokens": [*map(name, tokens)], "token_logprobs": logprobs,
+        "top_logprobs": tops and [pairs and {name(token): value for token, value in pairs} for pairs in tops],
+        "text_offset": [0, *accumulate(map(len, texts))][:-1],
+    }  # fmt: skip
