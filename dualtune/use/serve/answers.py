@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -198,9 +199,17 @@ class Answers:
             for row, error in self._rows.step():
                 self._end(self._running.pop(row.number), error)
         except Exception as error:  # nothing can answer any more
-            for answer in self._running.values():
-                self._refuse(answer.job, error)
+            for job in [*(answer.job for answer in self._running.values()), *self._left()]:
+                self._refuse(job, error)
             raise
+
+    def _left(self) -> Iterator[PendingAnswer]:
+        """Take the requests that have not begun."""
+        if self._next is not None:
+            yield self._next
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._waiting.get_nowait()
 
     def _take(self) -> PendingAnswer | None:
         """Return the next request, or None: there is none, for a moment if nothing else is to be done."""
@@ -223,8 +232,8 @@ class Answers:
             elif (answer := self._started(job)).row.has_ended:
                 answer.finish()
             else:
-                self._running[answer.row.number] = answer
                 self._rows.add(request.model, answer.row)
+                self._running[answer.row.number] = answer
         except Exception as error:
             self._refuse(job, error)
             if self._is_over(error):
