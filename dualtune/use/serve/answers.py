@@ -22,9 +22,9 @@ from dualtune.train.generation.inference import LoadedModel, StopTexts, TokenTex
 from dualtune.train.generation.sampling import Chooser
 from dualtune.use.chat import AdapterSet
 from dualtune.use.serve.answer_text import (
+    AnswerScores,
     AnswerText,
     BegunAnswer,
-    answer_scores,
     begun_answer,
     calls_of,
     encoded,
@@ -55,7 +55,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What the model says of the prompt, or of the answer."""
+    """What the model says of the prompt, or of tokens of the answer; in a stream, of those of the piece after it."""
 
     table: Mapping[str, Any]
 
@@ -100,7 +100,7 @@ class RunningAnswer:
         """`choices`: tokens, with some of which it begins. `ends`: the time after which it gets no other token."""
         request, tokenizer = job.request, model.tokenizer
         self.job, self.error, self._text, self._ends, self._is_late = job, None, text, ends, False
-        self._tokenizer = tokenizer
+        self._scores = None if request.logprobs is None else AnswerScores(request, tokenizer)
         self._tokens = TokenText(tokenizer, prompt, tokenizer.call_marks if request.tools else frozenset())
         self._cut = StopTexts(request.stops)
         limit = allowed_tokens(model, prompt, max_tokens)
@@ -133,12 +133,14 @@ class RunningAnswer:
             words = "".join(piece for piece in last_pieces if isinstance(piece, str))
             raise _NoCall(f"tool_choice: the answer began as a call, and the model wrote none: {words[:200]}. {FORCED}")
         self._pass_on(last_pieces)
-        if self.job.request.logprobs is not None:
-            self.job.pieces.put(TokenScores(answer_scores(self.job.request, self._tokenizer, self.row)))
+        if self._scores and (self._scores.has_new(self.row) or not self.job.request.stream):
+            self.job.pieces.put(TokenScores(self._scores.table(self.row)))
         reason = ("tool_calls" if text.num_calls else "stop") if is_whole else "length"
         self.job.pieces.put(Finish(reason, len(self.row.prompt), len(self.row.tokens)))
 
     def _pass_on(self, pieces: Sequence[str | WrittenCall]) -> None:
+        if pieces and self.job.request.stream and self._scores and self._scores.has_new(self.row):
+            self.job.pieces.put(TokenScores(self._scores.table(self.row)))
         for piece in pieces:
             self.job.pieces.put(piece)
 
