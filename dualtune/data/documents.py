@@ -20,7 +20,7 @@ from dualtune.config import Config
 from dualtune.config.data_section import Consecutive, DataConfig, SourceConfig
 from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 from dualtune.data.chat.formats import Example, detect_format, to_examples
-from dualtune.data.chat.row_values import UNREAD, Columns
+from dualtune.data.chat.row_values import UNREAD, UNREAD_LABEL, Columns
 from dualtune.data.similarity import NEAR, Repeat, Repeats
 from dualtune.data.sources.readers import FileSource, HubSource, Role, has_role, open_source
 from dualtune.data.sources.rows import BadRow, BadRows, RawRow, check_bad_rows
@@ -280,6 +280,8 @@ def check_objective(objective: str, example: Example) -> None:
     if kind in needed:
         return
     advice = _ADVICE[kind] + (_FOR_SFT.get(kind, "") if objective == "sft" else "")
+    if LABELLED in needed and any(notice.startswith(UNREAD_LABEL) for notice in example.notices):
+        advice = "a label that is not true or false is read where data.format: unpaired_preference says so"
     raise ConfigError(
         f"train.objective: {objective} needs {' or '.join(needed)}, but {example.where} has {kind}; {advice}"
     )
