@@ -320,6 +320,11 @@ class RolloutsConfig(Section):
     reward_timeout_s: Positive = 10.0
     """How many seconds a Python function may take for an answer, which has no reward then."""
 
+    @property
+    def reads_columns(self) -> bool:
+        """Whether a function or an environment may read any column of the data."""
+        return self.environment is not None or any(".py:" in reward for reward in self.rewards)
+
 
 class CheckpointedLayers(Section):
     """Layers whose activations are recomputed in the backward pass."""

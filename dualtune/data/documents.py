@@ -20,7 +20,7 @@ from dualtune.config import Config
 from dualtune.config.data_section import Consecutive, DataConfig, SourceConfig
 from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 from dualtune.data.chat.formats import Example, detect_format, to_examples
-from dualtune.data.chat.row_values import Columns
+from dualtune.data.chat.row_values import UNREAD, UNREAD_LABEL, Columns
 from dualtune.data.similarity import NEAR, Repeat, Repeats
 from dualtune.data.sources.readers import FileSource, HubSource, Role, has_role, open_source
 from dualtune.data.sources.rows import BadRow, BadRows, RawRow, check_bad_rows
@@ -280,6 +280,8 @@ def check_objective(objective: str, example: Example) -> None:
     if kind in needed:
         return
     advice = _ADVICE[kind] + (_FOR_SFT.get(kind, "") if objective == "sft" else "")
+    if LABELLED in needed and any(notice.startswith(UNREAD_LABEL) for notice in example.notices):
+        advice = "a label that is not true or false is read where data.format: unpaired_preference says so"
     raise ConfigError(
         f"train.objective: {objective} needs {' or '.join(needed)}, but {example.where} has {kind}; {advice}"
     )
@@ -490,10 +492,15 @@ class Documents:
         return f"{text}; {self.remark}" if self.remark else text
 
 
-def notices(*parts: Documents) -> list[str]:
-    """Say how many rows of these documents' sources are not learned as they stand there, by kind."""
+def notices(*parts: Documents, all_columns_used: bool = False) -> list[str]:
+    """Say how many rows of these documents' sources are not learned as they stand there, by kind.
+
+    `all_columns_used`: columns that are no part of the text are not lost, but for rewards and environments.
+    """
     stores = {id(store): store for documents in parts for store in documents.stores}.values()
     counts = sum((Counter(store.notices) for store in stores), Counter[str]())
+    if all_columns_used:
+        counts = {kind: number for kind, number in counts.items() if not kind.startswith(f"{UNREAD}: ")}
     return sentences(counts, sum(store.num_rows for store in stores))
 
 

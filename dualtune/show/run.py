@@ -125,7 +125,8 @@ def _start(prepared: Prepared) -> list[str]:
 
 def _doubts(prepared: Prepared) -> list[str | None]:
     data, tokenizer, settings = prepared.data, prepared.model.tokenizer, prepared.config.data
-    doubts = [tokenizer.warning, *notices(data.train, data.eval), *unused_valid(settings)]
+    of_rows = prepared.config.rollouts.reads_columns
+    doubts = [tokenizer.warning, *notices(data.train, data.eval, all_columns_used=of_rows), *unused_valid(settings)]
     doubts += unseen_tokens(settings, data.train, tokenizer)
     if rows := data.train.with_control_text() + data.eval.with_control_text():
         doubts.append(control_token_warning(len(rows), rows[0], settings.special_tokens_in_text))

@@ -103,6 +103,8 @@ def judge(
     rewards say against it.
     """
     train, judged = _Train(losses), _Evals(evals, compares=bool(metrics))
+    if of_rewards and of_rewards.word == "rewards failed":  # a loss of rewards that are not there is not finite
+        return of_rewards
     return (
         _diverged(train, judged)
         or of_rewards
