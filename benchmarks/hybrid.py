@@ -66,14 +66,17 @@ def main() -> None:
     if args.table:
         return print(page_tables.write(page_tables.RESULTS / "hybrid.md", recorded_tables()))
     backend, cases = open_backend(choose("cpu")), args.cases.split(",")
-    real = fetch_model() if REAL_CASE in cases else Path()  # before each case gets a cache of its own
+    real = fetch_model() if REAL_CASE in cases else None  # before each case gets a cache of its own
     for case in cases:
         settings, arms = CASES[case]
         origin = record.origin()  # now, because the code may change while this runs
         with tempfile.TemporaryDirectory() as name:
             os.environ["DUALTUNE_CACHE"] = str(Path(name) / "cache")
-            corpus = corpora(Path(name), args.shared.resolve(), real)[case.split("-")[0]]
-            config = {**corpus, **settings, "run": {"dir": str(Path(name) / "run"), "seed": 1}}
+            if case == REAL_CASE and real is not None:
+                base = of_demo(real)
+            else:
+                base = corpora(Path(name), args.shared.resolve())[case.partition("-")[0]]
+            config = {**base, **settings, "run": {"dir": str(Path(name) / "run"), "seed": 1}}
             found = compare(
                 config, (), backend, arms=arms, seeds=args.seeds, tune=case == TO_TUNE,
                 tell=lambda what: print(what, file=sys.stderr, flush=True),
@@ -84,17 +87,21 @@ def main() -> None:
     return None
 
 
-def corpora(folder: Path, shared: Path, real: Path) -> dict[str, dict[str, Any]]:
-    """Return the config of the model with each corpus."""
+def corpora(folder: Path, shared: Path) -> dict[str, dict[str, Any]]:
+    """Return the config of stories260k with each corpus."""
     gsm8k = base_config(folder, shared)
     wikisql = shared / "data/wikisql"
     data = {"train": str(wikisql / "train.jsonl"), "eval": str(wikisql / "valid.jsonl"), "max_length": 256}
-    sql = {
-        "model": {"name": str(real), "dtype": "float32"},
+    return {"gsm8k": gsm8k, "wikisql": {**gsm8k, "data": data}}
+
+
+def of_demo(model: Path) -> dict[str, Any]:
+    """Return the config of the real model with the demo's SQL."""
+    return {
+        "model": {"name": str(model), "dtype": "float32"},
         "adapter": {"rank": 16, "alpha": 32.0, "dropout": 0.0},
         "data": {"train": str(DEMO / "train.jsonl"), "eval": str(DEMO / "heldout.jsonl"), "max_length": 256},
     }
-    return {"gsm8k": gsm8k, "wikisql": {**gsm8k, "data": data}, "sql": sql}
 
 
 def recorded_tables() -> dict[str, str]:

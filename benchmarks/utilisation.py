@@ -26,7 +26,7 @@ import torch
 from origins import with_origins
 from peers_inputs import DOCUMENTS_PER_STEP, MAX_LENGTH, REAL, SPEC, WORKLOADS, Inputs, make_inputs
 
-from dualtune.data.batches import SequenceLayout, micro_batches
+from dualtune.data.batches import SequenceLayout, micro_batches, trimmed
 from dualtune.data.documents import in_memory
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.doctor.bench.measure import document_lengths, read_shape, training_flops
@@ -125,11 +125,12 @@ def measure(variant: str, shared: Path, work: Path, rounds: int) -> dict[str, An
 
 
 def batches_of(inputs: Inputs) -> list[Batch]:
-    """The micro-batches of the first step."""
+    """The micro-batches of the first step, as a CPU computes them."""
     lines = inputs.documents.read_text(encoding="utf-8").splitlines()
     rows = [json.loads(lines[i]) for i in inputs.order[:DOCUMENTS_PER_STEP]]
     documents = in_memory([(np.array(row["input_ids"], np.int32), np.array(row["labels"]) != -100) for row in rows])
-    return micro_batches(documents, range(DOCUMENTS_PER_STEP), SequenceLayout(MAX_LENGTH, 2048), seed=0, step=0)
+    layout = SequenceLayout(MAX_LENGTH, 2048)
+    return [trimmed(batch) for batch in micro_batches(documents, range(DOCUMENTS_PER_STEP), layout, seed=0, step=0)]
 
 
 def rates(rows: int, columns: int, out: int, dtype: str) -> tuple[float, float]:

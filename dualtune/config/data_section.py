@@ -8,7 +8,14 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from dualtune.config.values import (
     Count,
@@ -168,6 +175,13 @@ class DataConfig(Section):
         if self.eval == "auto":
             return DEFAULT_SHARE
         return self.eval if isinstance(self.eval, int | float) else 0.0
+
+    @field_validator("eval")
+    @classmethod
+    def _is_not_off(cls, value: object) -> object:
+        if value in ("none", "off", "no", "false"):
+            raise refuse(f"got {value}, null or 0 evaluates nothing; a directory of that name is ./{value}")
+        return value
 
     @model_validator(mode="before")
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from heapq import heapreplace
 from itertools import pairwise
 from types import TracebackType
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 import numpy as np
 
 from dualtune.engine.backend import IGNORE_INDEX, Batch
-from dualtune.engine.memory.estimate import padded
+from dualtune.engine.memory.estimate import GRANULE, padded
 from dualtune.engine.step_time import StepDocuments
 
 if TYPE_CHECKING:
@@ -253,6 +253,14 @@ def make_batch(documents: Documents, rows: Sequence[Row], *, seed: int, step: in
         tokens, labels, segments, positions, seeds, weights, hidden, tuple(map(tuple, rows)),
         parents if parents.any() else None,
     )  # fmt: skip
+
+
+def trimmed(batch: Batch) -> Batch:
+    """Return the micro-batch without the columns that are padding in every row, except those up to a whole granule."""
+    used = np.flatnonzero(batch.segments_BT.any(axis=0))
+    width = -(-(int(used[-1]) + 1) // GRANULE) * GRANULE
+    arrays = ((field.name, getattr(batch, field.name)) for field in fields(batch))
+    return replace(batch, **{name: a[:, :width] for name, a in arrays if isinstance(a, np.ndarray)})
 
 
 def _seeds(documents: Documents, id: int, length: int, seed: int, step: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 
 from dualtune.data.chat.call_notations import common_prefix
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import EQUAL_PAIR, Example, answers, num_shared
+from dualtune.data.chat.formats import EQUAL_PAIR, EQUAL_TEXTS, Example, answers, num_shared
 from dualtune.data.similarity import text_of_message
 from dualtune.data.sources.rows import BadRow, Tie
 from dualtune.data.tokens.tokenize import TokenizedRow
@@ -163,7 +163,9 @@ class PreferenceCounts:
     def rows(self, rows: Iterable[TokenizedRow | BadRow]) -> Iterator[TokenizedRow | BadRow]:
         """Pass a tokenized stream on unchanged."""
         for row in rows:
-            if isinstance(row, TokenizedRow) and row.answers == 2 and not row.label:
+            if isinstance(row, BadRow):
+                self.num_equal += row.reason == EQUAL_TEXTS
+            elif row.answers == 2 and not row.label:
                 self._add(*row.lengths)
             yield row
 

@@ -322,7 +322,8 @@ def warnings(
     # Then what concerns all of the data.
     if tokenizer.warning is not None:
         texts.append(tokenizer.warning)
-    texts += notices(*([train] if eval_ is None else [train, eval_]))
+    parts = [train] if eval_ is None else [train, eval_]
+    texts += notices(*parts, all_columns_used=config.rollouts.reads_columns)
     texts += unused_valid(config.data)
     texts += unseen_tokens(config.data, train, tokenizer)
     if numbers.first_control_text_row is not None:

@@ -125,7 +125,8 @@ def _start(prepared: Prepared) -> list[str]:
 
 def _doubts(prepared: Prepared) -> list[str | None]:
     data, tokenizer, settings = prepared.data, prepared.model.tokenizer, prepared.config.data
-    doubts = [tokenizer.warning, *notices(data.train, data.eval), *unused_valid(settings)]
+    of_rows = prepared.config.rollouts.reads_columns
+    doubts = [tokenizer.warning, *notices(data.train, data.eval, all_columns_used=of_rows), *unused_valid(settings)]
     doubts += unseen_tokens(settings, data.train, tokenizer)
     if rows := data.train.with_control_text() + data.eval.with_control_text():
         doubts.append(control_token_warning(len(rows), rows[0], settings.special_tokens_in_text))
@@ -136,7 +137,7 @@ def _doubts(prepared: Prepared) -> list[str | None]:
 
 def _steps(prepared: Prepared) -> str:
     train, layout, number = prepared.config.train, prepared.data.layout, prepared.config.train.documents_per_step
-    per_step = f"{number} {prepared.data.train.kind}" if number else f"up to {train.tokens_per_step} tokens"
+    per_step = prepared.data.train.counted(number) if number else f"up to {train.tokens_per_step} tokens"
     why = " (auto)" if train.micro_batch_tokens == "auto" else ""
     if layout.max_tokens < layout_of(prepared.config).max_tokens:
         why = " (since memory ran out)"

@@ -44,6 +44,7 @@ class Guards:
         self._sources = sources
         self.state = GuardState(**(state or {}))
         self.spike_step: int | None = None  # set while a rollback is due
+        self._unrewarded = False  # whether the last step that was skipped had answers without any reward
 
     @property
     def stops_early(self) -> bool:
@@ -60,10 +61,13 @@ class Guards:
     def check(self) -> None:
         """Raise NonFiniteError if too many steps in a row were skipped."""
         if self.state.nonfinite_in_a_row > self._config.nonfinite_limit:
+            had = "had a loss or gradient that is not finite"
+            advice = "Check the data rows listed above, lower train.learning_rate, or use model.dtype: float32"
+            if self._unrewarded:
+                had, advice = "had no reward", "The events reward_failed, above and in metrics.jsonl, say why"
             raise NonFiniteError(
-                f"{self.state.nonfinite_in_a_row} steps in a row had a loss or gradient that is not finite; "
-                f"guards.nonfinite_limit is {self._config.nonfinite_limit}. None of them changed the weights. "
-                "Check the data rows listed above, lower train.learning_rate, or use model.dtype: float32"
+                f"{self.state.nonfinite_in_a_row} steps in a row {had}; guards.nonfinite_limit is "
+                f"{self._config.nonfinite_limit}. None of them changed the weights. {advice}"
             )
 
     def on_eval(self, record: EvalRecord) -> bool:
@@ -95,11 +99,14 @@ class Guards:
         self.state.num_skipped += 1
         rows = self._sources(record.step)
         listed = ", ".join(rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+        self._unrewarded = record.metrics.get("failed_rewards") == 1.0
+        why = f"loss {record.loss}, gradient norm {record.grad_norm}"
+        if self._unrewarded:
+            why = "no answer has a reward"
         return Event(
             record.step,
             "skipped_step",
-            f"step {record.step}: loss {record.loss}, gradient norm {record.grad_norm}: skipped, the weights are "
-            f"unchanged. Its data rows: {listed}",
+            f"step {record.step}: {why}: skipped, the weights are unchanged. Its data rows: {listed}",
             {"rows": rows},
         )
 

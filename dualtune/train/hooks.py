@@ -61,6 +61,7 @@ class EvalRecord:
     eval_loss: float  # mean over the target tokens of the evaluation set, or the value of such an objective
     eval_targets: int
     metrics: Mapping[str, float] = field(default_factory=lambda: {})  # as in StepRecord, with eval_ before the names
+    failures: Sequence[str] = ()  # of rewards: an event each
 
 
 @dataclass(frozen=True, slots=True)

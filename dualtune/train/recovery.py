@@ -13,7 +13,7 @@ from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DeviceFault, DualtuneError, OutOfMemory, PeerLost
 from dualtune.base.text import in_bytes
 from dualtune.config import Config
-from dualtune.data.batches import SequenceLayout
+from dualtune.data.batches import SequenceLayout, trimmed
 from dualtune.engine.backend import Backend, Batch, Engine
 from dualtune.engine.card import ActivationCheckpointing, card_of
 from dualtune.engine.memory.counted import Shape, shape_from
@@ -164,11 +164,12 @@ class Recovery:
         whole with new micro-batches. All processes call this with equally many. Raise Preempted if any process has been
         asked to stop, OutOfMemory if nothing is left to try.
         """
-        too_many = 0
+        too_many, on_cpu = 0, self._engine.description.device == "cpu"
         for batch in batches:
             if too_many := self._team.poll(interrupt.requested(), too_many):
                 break
-            too_many = 0 if self._fits(work, batch) else batch.tokens_BT.size
+            # Few widths let an accelerator reuse what it compiled for one. A CPU gains more by computing less padding.
+            too_many = 0 if self._fits(work, trimmed(batch) if on_cpu else batch) else batch.tokens_BT.size
         else:
             too_many = self._team.poll(False, too_many)
         if too_many:

@@ -297,8 +297,7 @@ def _take_step(job: Job, step: int) -> int:
     faults.reach("step")
     if job.rollouts is not None and taking.samples is not None:
         job.rollouts.write(taking.samples.rows)
-        for failure in taking.samples.failures[:MOST_FAILURES]:
-            job.log.event(Event(step + 1, "reward_failed", failure))
+        _tell_failures(job, step + 1, taking.samples.failures)
     if not 1 <= outcome.num_steps <= max_steps:
         raise ValueError(f"step policy {job.policy.name}: took {outcome.num_steps} steps, allowed: 1 to {max_steps}")
     step += outcome.num_steps
@@ -361,6 +360,11 @@ def _roll_back(job: Job, step: int, spike: int) -> int:
     return spike
 
 
+def _tell_failures(job: Job, step: int, failures: Sequence[str]) -> None:
+    for failure in failures[:MOST_FAILURES]:
+        job.log.event(Event(step, "reward_failed", failure))
+
+
 def _save_and_evaluate_if_due(job: Job, step: int) -> int:
     """Save and evaluate if due. Return the number of steps done."""
     prepared, saver = job.prepared, job.saver
@@ -406,6 +410,7 @@ def _evaluate_if_due(job: Job, step: int) -> None:
         job.saver.save(step)
         raise
     log.eval(evaluation)
+    _tell_failures(job, step, evaluation.failures)
     if not math.isfinite(evaluation.eval_loss):
         log.event(Event(step, "nonfinite_eval", f"evaluation after step {step}: loss {evaluation.eval_loss}"))
     if job.guards.on_eval(evaluation):

@@ -38,9 +38,9 @@ def verdict_of(history: History) -> RunVerdict:
 
 def of_rewards(steps: Steps, evals: Sequence[Mapping[str, float]]) -> RunVerdict | None:
     """Return what the loss of a run that learns from its samples does not show. `evals`: the metrics of each."""
-    if len(steps.get("reward", ())) < LEAST_STEPS:
-        return None
-    return _failing(steps) or _constant(steps) or _gamed(_curves(steps, evals)) or _same(steps) or _collapsed(steps)
+    if (failing := _failing(steps)) or len(steps.get("reward", ())) < LEAST_STEPS:
+        return failing
+    return _constant(steps) or _gamed(_curves(steps, evals)) or _same(steps) or _collapsed(steps)
 
 
 def of_routers(steps: Steps) -> RunVerdict | None:
@@ -59,8 +59,8 @@ def _failing(steps: Steps) -> RunVerdict | None:
     share = float(np.nan_to_num(steps.get("failed_rewards", [0.0])).mean())
     if share <= MOST_FAILED:
         return None
-    because = f"{share:.0%} of the samples have no reward, because a function failed"
-    return RunVerdict("rewards failed", because, "The events reward_failed of the run say why")
+    because = f"{share:.0%} of the samples have no reward, because a function failed, or returned None for each"
+    return RunVerdict("rewards failed", because, "The events reward_failed of the run say which failed, and why")
 
 
 def _constant(steps: Steps) -> RunVerdict | None:

@@ -247,3 +247,10 @@ def test_a_faulty_override_of_a_list_is_reported_like_a_faulty_line(wording) -> 
 def test_foreign_names_lead_to_keys_of_a_source_that_exist() -> None:
     assert set(FOREIGN_SOURCE_KEYS.values()) <= SourceConfig.model_fields.keys()
     assert not FOREIGN_SOURCE_KEYS.keys() & SourceConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize("word", ["none", "off"])
+def test_a_word_that_means_no_evaluation_is_not_taken_for_a_path(word: str) -> None:
+    message = f"c.yaml:4: data.eval: got {word}, null or 0 evaluates nothing; a directory of that name is ./{word}"
+    assert errors_of(f"train: a.jsonl\neval: {word}") == [message]
+    assert [source.path for source in config_of(f"train: a.jsonl\neval: ./{word}").data.eval_sources()] == [f"./{word}"]

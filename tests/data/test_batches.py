@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.data.batches import MOST_PADDING, RowSizes, SequenceLayout, fill, level, micro_batches, pack, padded, plan
+from dualtune.data.batches import (
+    MOST_PADDING,
+    RowSizes,
+    SequenceLayout,
+    fill,
+    level,
+    micro_batches,
+    pack,
+    padded,
+    plan,
+    trimmed,
+)
 from dualtune.data.tokens.store import Document
 from dualtune.engine.backend import IGNORE_INDEX
 
@@ -170,6 +181,16 @@ def test_widths_are_few_and_close(length):
 def test_there_are_at_most_eight_widths_for_every_doubling():
     assert len({padded(n) for n in range(1025, 2049)}) == 8
     assert len({padded(n) for n in range(1, 2049)}) == 16 + 3 * 8
+
+
+@given(lengths_, st.sampled_from([None, 500]))
+def test_trimmed_rows_hold_the_same_documents_in_the_fewest_granules(lengths, row_length):
+    for batch in batches_of(lengths, max_tokens=2000, row_length=row_length):
+        small = trimmed(batch)
+        assert contents([small]) == contents([batch])
+        used = int(np.count_nonzero(batch.segments_BT, axis=1).max())
+        assert small.tokens_BT.shape == (len(batch.tokens_BT), -(-used // 16) * 16)
+        assert small.documents == batch.documents and small.weights_BT is None
 
 
 def test_the_fill_is_tokens_over_cells():

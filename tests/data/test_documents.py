@@ -3,13 +3,15 @@
 import json
 import shutil
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dualtune.base.errors import ConfigError, DataError, EnvironmentFault
-from dualtune.data.chat.formats import Example, Message
+from dualtune.data.chat.formats import EQUAL_TEXTS, Example, Message
 from dualtune.data.documents import Data, Documents, tokenize
+from dualtune.data.preferences import PreferenceCounts
 from dualtune.data.sources.rows import BadRow
 from dualtune.data.tokens.store import stored_in_memory
 from dualtune.data.tokens.tokenize import State, _fitted, tokenize_rows
@@ -188,7 +190,7 @@ def test_truncation_keeps_what_is_trainable_and_counts(bare):
     assert [pieces(document, bare) for document in dropped] == [["c</s>"]]
     assert (dropped.num_rows, dropped.num_truncated, sum(dropped.dropped.values())) == (2, 0, 1)
     assert dropped.summary() == (
-        "1 documents, 5 tokens, 2 of them targets (40%); 1 dropped: no trainable token within max_length"
+        "1 document, 5 tokens, 2 of them targets (40%); 1 dropped: no trainable token within max_length"
     )
     whole = tokenize(examples, bare, "assistant", 9)
     assert (whole.num_tokens, whole.num_targets, whole.num_truncated) == (9 + 5, 4 + 2, 0)
@@ -299,8 +301,11 @@ LABELLED = [{"prompt": f"Q{n}", "completion": f" a{n}", "label": n % 2 == 0} for
 
 def test_an_objective_needs_rows_of_its_kind(make_config, write_rows, wording):
     rows = {"pairs": PAIRS, "plain": [{"prompt": "a", "completion": "b"}], "labelled": LABELLED}
-    pairs, plain, labelled = (write_rows(some, f"{name}.jsonl") for name, some in rows.items())
-    for path, objective in ((pairs, "sft"), (plain, "kto"), (plain, "dpo"), (labelled, "sft"), (labelled, "orpo")):
+    rows["numbered"] = [row | {"label": int(row["label"])} for row in LABELLED]
+    pairs, plain, labelled, numbered = (write_rows(some, f"{name}.jsonl") for name, some in rows.items())
+    for path, objective in (
+        (pairs, "sft"), (plain, "kto"), (plain, "dpo"), (labelled, "sft"), (labelled, "orpo"), (numbered, "kto"),
+    ):  # fmt: skip
         with pytest.raises(ConfigError) as error:
             Data(make_config(path, {"train.objective": objective}))
         wording(str(error.value).replace(f"{path.parent}/", ""))
@@ -310,6 +315,7 @@ def test_a_pair_is_two_documents_side_by_side(make_config, write_rows, bare):
     path = write_rows(PAIRS)
     train, held_out_ = Data(make_config(path, {"train.objective": "dpo", "data.eval": 0.3})).train_and_eval(bare)
     assert (train.answers, len(train), len(held_out_)) == (2, 8, 4)  # both answers of a row are held out together
+    assert (train.counted(1), train.summary().split(",")[0]) == ("1 pair", "4 pairs")
     for part in (train, held_out_):
         rows = [int(part[i].where.rpartition(":")[2]) for i in range(len(part))]
         assert rows[0::2] == rows[1::2]
@@ -328,6 +334,22 @@ def test_a_pair_is_dropped_whole(make_config, write_rows, bare):
     one_sided = [([1, 2, 3], [0, 0, 1]), ([1, 2, 3, 4], [0, 0, 0, 1])]
     texts = [(np.array(ids, np.int32), np.array(mask, bool)) for ids, mask in one_sided]
     assert _fitted(texts, 3, split=False) == (State.TOO_LONG, [])
+    assert _fitted(texts, 4, split=False)[0] == State.WHOLE
+    late = [(np.array([1, 2, 3, last], np.int32), np.array([0, 0, 1, 1], bool)) for last in (4, 5)]
+    assert _fitted(late, 3, split=False) == (State.TOO_LONG, [])  # what differs is cut off
+    assert _fitted(late[:1], 3, split=False)[0] == State.CUT
+
+
+def test_a_pair_that_the_template_makes_equal_is_a_bad_row(with_template):
+    """Templates of many families cut off white space around a content."""
+    trims = with_template("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>{% endfor %}")
+    chosen, rejected, other = (chat(("user", "Q"), ("assistant", answer)) for answer in ("A", " A ", "B"))
+    pairs = [replace(chosen, rejected=rejected), replace(chosen, rejected=other)]
+    counts = PreferenceCounts(max_length=64)
+    bad, good = counts.rows(tokenize_rows(pairs, trims, "assistant", 64))
+    assert (bad.reason, counts.num_equal, good.answers) == (EQUAL_TEXTS, 1, 2)
+    apart = list(tokenize_rows(pairs, trims, "assistant", 64, unpaired=True))
+    assert [getattr(row, "reason", row.__class__.__name__) for row in apart] == [EQUAL_TEXTS, *["TokenizedRow"] * 2]
 
 
 def test_a_row_with_a_label_comes_with_the_answer_of_the_next_row(bare):
@@ -381,7 +403,7 @@ def test_a_long_text_is_split_and_every_token_is_a_target_once(bare):
     targets = [int(t) for d in documents for t, hit in zip(d.tokens[1:], d.loss_mask[1:], strict=True) if hit]
     assert bare.decode_all(targets) == text + "</s>"
     assert (documents.num_split, documents.num_truncated, documents.num_rows) == (1, 0, 1)
-    assert "1 texts split at max_length" in documents.summary()
+    assert "1 text split at max_length" in documents.summary()
     # The context of a window's first target is the token before it in the text.
     whole = [BOS, *bare.encode(text, special=False).tolist(), EOS]
     for document in documents:

@@ -123,6 +123,10 @@ GOLDEN = [  # format, row, the example that it must become
     ("preference", {"input": "2+2=", "chosen": "4", "rejected": "5"}, choice(pair("2+2=", "4"), pair("2+2=", "5"))),
     ("preference", {"instruction": "2+2=", "chosen_response": "4", "rejected_response": "5"},
      choice(pair("2+2=", "4"), pair("2+2=", "5"))),
+    # OpenAI's preference fine-tuning.
+    ("preference", {"input": {"messages": OPENING, "tools": [SCHEMA], "parallel_tool_calls": True},
+                    "preferred_output": [SAY], "non_preferred_output": [assistant("5.")]},
+     choice(made(OPENED, tools=(SCHEMA,)), made(WORSE, tools=(SCHEMA,)))),
     ("preference", {"chosen": f"{HH} 4.", "rejected": f"{HH} 5."},
      choice(made(OPENED, prompt=HH, completion=" 4."), made(WORSE, prompt=HH, completion=" 5."))),
     ("preference", {"prompt": HH, "response": " 4.", "chosen": " 4.", "rejected": " 5."},
@@ -157,6 +161,38 @@ def test_lists_and_objects_may_be_given_as_json():
     row = {"messages": [json.dumps(ASK), SAY], "tools": [json.dumps(SCHEMA)]}
     as_text = {key: json.dumps(value) for key, value in row.items()}
     assert converted(as_text) == converted(row) == made(CHAT[1:], tools=(SCHEMA,))
+
+
+@pytest.mark.parametrize("row", [
+    {"chosen": [*OPENING, SAY], "rejected": [*OPENING, assistant("5.")]},
+    {"prompt": OPENING, "chosen": [SAY], "rejected": [assistant("5.")]},
+    {"prompt": OPENING, "completion": [SAY]},
+    {"prompt": OPENING, "completion": [SAY], "label": True},
+])  # fmt: skip
+def test_tables_hold_conversations_as_json_and_this_is_told(row):
+    as_text = {key: json.dumps(value) if isinstance(value, list) else value for key, value in row.items()}
+    assert converted(as_text) == converted(row)
+    assert converted(as_text).notices == {"parsed_messages"}
+    assert converted(row).notices == set()
+
+
+def test_a_prompt_as_json_may_be_answered_by_texts():
+    row = {"prompt": json.dumps(OPENING), "chosen": "4.", "rejected": "5."}
+    assert converted(row) == choice(made(OPENED), made(WORSE))
+
+
+def test_json_that_only_one_of_two_texts_is_stays_a_text():
+    told = json.dumps([ASK, SAY])
+    assert converted({"prompt": "Invent a chat.", "completion": told}) == pair("Invent a chat.", told)
+    assert converted({"prompt": "Invent one.", "chosen": told, "rejected": "No."}) == choice(
+        pair("Invent one.", told), pair("Invent one.", "No.")
+    )
+    assert converted({"prompt": "[1]", "completion": "[2]"}) == pair("[1]", "[2]")
+
+
+def test_messages_that_python_printed_are_refused():
+    got = reason({"chosen": str([ASK, SAY]), "rejected": str([ASK, assistant("5.")])})
+    assert got == "chosen: holds messages as Python prints them; write them as JSON, with json.dumps"
 
 
 def test_where_is_path_and_line():
@@ -207,6 +243,9 @@ BAD_ROWS = [
     ({"prompt": "3+3?", "chosen": [ASK, SAY], "rejected": [ASK, assistant("5.")]},
      "chosen: is a whole conversation, but does not contain the messages of 'prompt'"),
     ({"chosen": [SAY], "rejected": [SAY]}, "'chosen' and 'rejected' are the same"),
+    ({"input": {"messages": [ASK]}, "prompt": "2+2?", "chosen": [SAY], "rejected": [assistant("5.")]},
+     "input: holds the messages of a prompt, and 'prompt' does too; keep one of them"),
+    ({"input": {"tools": []}, "chosen": [SAY], "rejected": [assistant("5.")]}, "input: has no 'messages'; its keys "),
 ]  # fmt: skip
 
 
@@ -299,6 +338,17 @@ def test_a_label_may_be_spelled_in_many_ways_if_the_format_is_named(label, expec
 def test_only_true_and_false_make_a_label_of_a_column_of_that_name(label):
     assert converted({"prompt": "2+2=", "completion": "4", "label": label}) == pair("2+2=", "4")
     assert converted({"prompt": "2+2=", "completion": "4", "label": True}, columns={"label": None}).label == 0
+
+
+@pytest.mark.parametrize(("label", "notice"), [
+    (1, {"unread_label: label"}), ("False", {"unread_label: label"}), ("undesirable", {"unread_label: label"}),
+    ("spam", set()), (0.7, set()), (None, set()),
+])  # fmt: skip
+def test_a_label_that_is_not_read_is_told(label, notice):
+    row = {"prompt": "2+2=", "completion": "4", "label": label}
+    assert converted(row).notices == notice
+    assert converted(row, columns={"label": None}).notices == set()
+    assert converted({"prompt": "2+2=", "chosen": "4", "rejected": "5", "label": label}).notices == set()
 
 
 def test_a_column_that_is_named_as_the_label_is_one():

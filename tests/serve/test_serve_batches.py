@@ -192,3 +192,33 @@ def test_a_stop_ends_all_that_is_answered(open_set, monkeypatch):
     with pytest.raises(MemoryError):
         answers.answer_next()
     assert [said(job)[1][-1].status for job in jobs] == [503] * 3
+
+
+@pytest.mark.parametrize("rows", [64, 2])
+def test_an_error_that_ends_all_where_a_batch_begins_is_told_to_each_client_once(open_set, rows, monkeypatch):
+    """Also to those that wait, because nothing asks for them any more; whether there is room changes nothing."""
+    adapters = open_set("numpy")
+    bounds = replace(AT_ONCE, rows=rows)
+    answers = answers_of(adapters, is_fatal=lambda error: isinstance(error, MemoryError), bounds=bounds)
+    monkeypatch.setattr(adapters.engine, "decoding", lambda *bank: (_ for _ in ()).throw(MemoryError))
+    jobs = [submitted(answers, 0)]
+    answers.answer_next()
+    assert answers._rows.has_room("base")
+    jobs += [submitted(answers, number) for number in (1, 2, 3)]
+    with pytest.raises(MemoryError):
+        answers.answer_next()
+    assert [[piece.status for piece in said(job)[1]] for job in jobs] == [[503]] * 4
+
+
+def test_rows_of_unlike_adapters_for_which_a_bank_fails_follow_each_other(open_set, monkeypatch):
+    adapters = open_set("numpy")
+    expected, decoding = alone(adapters), adapters.engine.decoding
+    monkeypatch.setattr(adapters.engine, "decoding", lambda *bank: refuse() if bank else decoding())
+    answers, order = answers_of(adapters), [1, 2, 0, 1]
+    jobs = [submitted(answers, order[0])]
+    answers.answer_next()
+    jobs.append(submitted(answers, order[1]))
+    answers.answer_next()
+    assert [name for name, _ in answers._rows._apart] == ["one", "two"] and not answers._rows.has_room("two")
+    jobs += [submitted(answers, number) for number in order[2:]]
+    assert answered(answers, jobs) == [expected[number] for number in order]

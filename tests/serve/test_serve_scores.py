@@ -69,11 +69,63 @@ def test_an_answer_has_the_logprobs_of_its_tokens(serve, hello):
     assert served.ask(hello | {"top_logprobs": 2})[0] == served.ask(hello | {"top_logprobs": 21})[0] == 400
 
 
+def streamed(served, body, path):
+    """The choices of the events of a stream."""
+    _, stream = served.ask(body | {"stream": True}, path)
+    *events, end = [line.removeprefix("data: ") for line in stream.splitlines() if line]
+    assert end == "[DONE]"
+    return [json.loads(event)["choices"][0] for event in events]
+
+
+@pytest.mark.parametrize("asked", [
+    {"logprobs": 2}, {"logprobs": 0}, {"logprobs": 1, "return_tokens_as_token_ids": True},
+    {"logprobs": 2, "return_tokens_as_token_ids": True, "ends": 4}, {"logprobs": True, "top_logprobs": 2},
+    {"logprobs": True, "ends": 4},
+])  # fmt: skip
+def test_a_stream_has_the_logprobs_of_the_whole_answer_each_with_its_text(serve, hello, asked):
+    """`ends`: with a stop text from that character on."""
+    served, is_chat = serve(), asked["logprobs"] is True
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    body = (hello if is_chat else {"model": "base", "prompt": "ab"}) | {"max_tokens": 12, "temperature": 0} | asked
+    ends = body.pop("ends", None)
+
+    def text_of(choice):
+        return choice.get("message", choice.get("delta", {})).get("content", "") if is_chat else choice["text"]
+
+    if ends is not None:
+        whole = text_of(served.ask(body, path)[1]["choices"][0])
+        body["stop"] = [whole[ends : ends + 2], whole[1:3] + "never"]
+    whole, events = served.ask(body, path)[1]["choices"][0], streamed(served, body, path)
+    tables = [event["logprobs"] for event in events if event["logprobs"] is not None]
+    joined = {key: [each for table in tables for each in table[key] or ()] for key in tables[0]}
+    assert joined == {key: values or [] for key, values in whole["logprobs"].items()}
+    assert "".join(map(text_of, events)) == text_of(whole) and len(tables) > 1
+    ids, told, decode = list[int](), "", served.server.answers._adapters.models["base"].tokenizer.decode
+    for event in events if "return_tokens_as_token_ids" in body else ():
+        ids += [int(token.removeprefix("token_id:")) for token in (event["logprobs"] or {"tokens": []})["tokens"]]
+        told += text_of(event)
+        held = decode(ids).removeprefix(told)  # half a character, or what may become a stop text
+        assert decode(ids).startswith(told) and (len(held) < 4 if ends else set(held) <= {"\ufffd"})
+
+
+def test_the_openai_client_reads_the_logprobs_of_a_stream(serve, hello):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{serve().port}/v1", api_key="none", max_retries=0)
+    chat = hello | {"logprobs": True, "top_logprobs": 1}
+    whole = client.chat.completions.create(**chat).choices[0].logprobs.content
+    parts = [event.choices[0].logprobs for event in client.chat.completions.create(**chat, stream=True)]
+    assert [each for part in parts if part for each in part.content] == whole and len(whole) == 5
+    text = {"model": "base", "prompt": "ab", "max_tokens": 5, "temperature": 0, "logprobs": 1}
+    whole = client.completions.create(**text).choices[0].logprobs
+    parts = [event.choices[0].logprobs for event in client.completions.create(**text, stream=True)]
+    for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [each for part in parts if part for each in getattr(part, key)] == getattr(whole, key)
+
+
 @pytest.mark.parametrize(("changes", "word"), [
     ({"max_tokens": 2}, "echo"), ({"echo": False}, "echo"), ({"stream": True}, "stream"),
-    ({"logprobs": 257}, "logprobs"), ({"max_tokens": 2, "echo": False, "logprobs": 1, "stream": True}, "logprobs"),
-    ({"prompt": [10**6]}, "prompt"),
-    ({"prompt": []}, "prompt"), ({"prompt": [-1]}, "prompt"),
+    ({"logprobs": 257}, "logprobs"), ({"prompt": [10**6]}, "prompt"), ({"prompt": []}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
 ])  # fmt: skip
 def test_what_cannot_be_scored_is_refused(serve, changes, word):
     status, answer = scored(serve(), **changes)

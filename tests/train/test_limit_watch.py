@@ -2,11 +2,14 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from dualtune.base.errors import OutOfMemory
-from dualtune.data.batches import SequenceLayout
+from dualtune.data.batches import SequenceLayout, make_batch
+from dualtune.data.documents import in_memory
 from dualtune.engine.backend import MemoryStats
 from dualtune.engine.testing.numpy_engine import NumpyBackend
 from dualtune.show.run import run
@@ -89,13 +92,30 @@ def test_a_limit_that_the_smallest_micro_batch_exceeds_ends_the_run_with_8(small
         small_run(CountingBackend(), "run")
 
 
+def batch_of(length):
+    return make_batch(in_memory([(np.arange(length, dtype=np.int32), np.ones(length, bool))]), [[0]], seed=0, step=0)
+
+
+def engine_on(device):
+    return SimpleNamespace(description=SimpleNamespace(device=device))
+
+
 def test_without_a_limit_nothing_is_read():
     class Unreadable(NumpyBackend):
         def memory(self):
             raise AssertionError
 
-    assert Recovery(Unreadable(), None, SequenceLayout(64)).attempt(0, [None], lambda batch: None)
-    assert Recovery(None, None, SequenceLayout(64), limit_bytes=5).attempt(0, [None], lambda batch: None)
+    for backend, limit_bytes in ((Unreadable(), None), (None, 5)):
+        recovery = Recovery(backend, engine_on("cpu"), SequenceLayout(64), limit_bytes=limit_bytes)
+        assert recovery.attempt(0, [batch_of(3)], lambda batch: None)
+
+
+@pytest.mark.parametrize(("device", "width"), [("cpu", 304), ("cuda:0", 320), ("metal", 320)])
+def test_only_a_cpu_computes_no_padding_for_the_sake_of_few_widths(device, width):
+    widths = []
+    recovery = Recovery(None, engine_on(device), SequenceLayout(512))
+    assert recovery.attempt(0, [batch_of(300)], lambda batch: widths.append(batch.tokens_BT.shape[1]))
+    assert widths == [width]
 
 
 def test_mlx_keeps_a_limit_below_its_own_peak_with_the_same_result(small_run, monkeypatch, open_backend, rows_of):

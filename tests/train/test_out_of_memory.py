@@ -342,10 +342,10 @@ def test_a_layout_is_halved_down_to_the_longest_document():
 
 
 def test_an_error_that_is_not_about_memory_is_raised_at_once(lab):
-    engine = load_engine(prepare(lab.config(**RUN), lab.backend))
-    recovery = Recovery(lab.backend, engine, SequenceLayout(64), 10)
+    prepared = prepare(lab.config(**RUN), lab.backend)
+    recovery = Recovery(lab.backend, load_engine(prepared), SequenceLayout(64), 10)
     with pytest.raises(RuntimeError, match="broken"):
-        recovery.attempt(0, [np.zeros(3)], lambda batch: (_ for _ in ()).throw(RuntimeError("broken")))
+        recovery.attempt(0, prepared.batches(0), lambda batch: (_ for _ in ()).throw(RuntimeError("broken")))
     assert recovery.layout == SequenceLayout(64)
 
 

@@ -4,11 +4,12 @@ import math
 import os
 import signal
 
+import numpy as np
 import psutil
 import pytest
 
 from dualtune.base.errors import ConfigError
-from dualtune.train.rl.rewards import IsolatedReward, JudgedAnswer, Rewards, resolved, short_name
+from dualtune.train.rl.rewards import IsolatedReward, JudgedAnswer, Rewards, resolved, short_names
 
 SOURCE = """
 import os, subprocess, sys
@@ -36,6 +37,33 @@ def by_column(completion, level, absent=5):
 
 def infinite(completion):
     return float("inf")
+
+def unjudged(completion):
+    return None if completion == "hard" else True
+
+def nothing(prompts, completions, **columns):
+    return [None for _ in completions]
+
+async def later(completions, prompts, **columns):
+    return [len(completion[0]["content"]) + 10 * len(prompts[0]) for completion in completions]
+
+def too_few(completions):
+    return []
+
+def no_list(completions):
+    return 1.0
+
+def listed(completion):
+    return [1.0]
+
+def by_position(completion, /):
+    return 1.0
+
+class Judge:
+    def __call__(self, completion, state=None):
+        return len(completion)
+
+judge = Judge()
 
 def sometimes(completion):
     if completion == "hang":
@@ -92,6 +120,48 @@ def test_a_function_gets_the_columns_that_it_names_and_lists_as_trl_passes_them(
     few.close()
 
 
+def test_none_judges_no_answer_and_the_others_count(file):
+    """As in TRL: None adds nothing to the sum, and an answer that no function judges has no reward."""
+    rewards = Rewards([f"{file}:unjudged", f"{file}:nothing", f"{file}:judge"], [2.0, 1.0, 1.0], 30.0)
+    answers = judged(rewards, "hard", "easy one")
+    np.testing.assert_array_equal(answers.values_NR, [[math.nan, math.nan, 4], [1, math.nan, 8]])
+    assert answers.totals_N.tolist() == [4, 10] and not answers.failures
+    alone = judged(Rewards([f"{file}:nothing"], [], 30.0), "a")
+    assert np.isnan(alone.totals_N).all() and not alone.failures and not alone.failed_N.any()
+    with_environment = alone.beside(np.array([3.0]), [])
+    assert with_environment.totals_N.tolist() == [3]
+    assert np.isnan(answers.beside(np.array([math.nan, 1.0]), ["lost"]).totals_N).tolist() == [True, False]
+
+
+def test_a_coroutine_of_trls_form_gets_messages_for_messages(file):
+    """The form that notebooks have: completion[0]["content"]."""
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ask"}]
+    rewards = Rewards([f"{file}:later"], [], 30.0)
+    assert rewards.ask_for_messages
+    try:
+        answers = rewards.judge([JudgedAnswer("ask", "four", "", {"prompt": asked}, asked)])
+    finally:
+        rewards.close()
+    assert (answers.failures, answers.totals_N.tolist()) == ((), [4 + 20])
+
+
+def test_what_a_function_cannot_do_without_must_be_a_column(file, wording):
+    rewards = Rewards([f"{file}:by_column", f"{file}:as_trl"], [], 30.0)
+    rewards.check_columns(["level", "answer", "prompt"])
+    said = list[str]()
+    for columns in (["answer", "prompt"], ["level"]):
+        with pytest.raises(ConfigError) as error:
+            rewards.check_columns(columns)
+        said.append(str(error.value).replace(str(file), "mine.py"))
+    assert judged(rewards, "abc", row={"answer": 7, "level": None}).failures  # of one row: its reward alone
+    wording(said)
+
+
+def test_each_reason_is_told_once(file):
+    answers = judged(Rewards([f"{file}:sometimes"], [], 30.0), "exit", "a", "exit")
+    assert answers.told() == [f"{file}:sometimes: its process ended with 3 (2 of 3 answers)"]
+
+
 def test_a_query_is_rewarded_for_the_rows_that_it_gives(tmp_path):
     (tmp_path / "world.sql").write_text("CREATE TABLE t (n INT); INSERT INTO t VALUES (1), (2), (3);")
     rewards = Rewards([f"sql:{tmp_path / 'world.sql'}"], [], 30.0)
@@ -102,7 +172,6 @@ def test_a_query_is_rewarded_for_the_rows_that_it_gives(tmp_path):
     finally:
         rewards.close()
     assert answers.values_NR.ravel().tolist() == [1, 0, 0, 0, 0] and not answers.failures
-    assert short_name("sql:dir/world.sql") == "sql"
 
 
 def test_a_function_that_fails_costs_its_answer_alone(file, wording):
@@ -111,7 +180,8 @@ def test_a_function_that_fails_costs_its_answer_alone(file, wording):
     assert [math.isnan(value) for value in answers.totals_N] == [True, False, True, False]
     assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "61"]]
     assert answers.totals_N[[1, 3]].tolist() == [2, 2]
-    others = [judged(Rewards([f"{file}:{name}"], [], 30.0), "a").failures[0] for name in ("raises", "text", "infinite")]
+    wrong = ("raises", "text", "infinite", "too_few", "no_list", "listed")
+    others = [judged(Rewards([f"{file}:{name}"], [], 30.0), "a").failures[0] for name in wrong]
     wording([each.replace(str(file), "mine.py") for each in (*answers.failures, *others)])
 
 
@@ -128,7 +198,20 @@ def test_a_process_that_was_killed_is_started_again(file):
 
 @pytest.mark.parametrize(
     "name",
-    ["exactly", "regex:(", "brief:x", "none.py:f", "mine.py:none", "broken.py:f", "mine.py", "brief:", "sql:none.sql"],
+    [
+        "exactly",
+        "regex:(",
+        "brief:x",
+        "brief:0",
+        "none.py:f",
+        "mine.py:none",
+        "broken.py:f",
+        "mine.py",
+        "brief:",
+        "sql:none.sql",
+        "mine.py:Judge",
+        "mine.py:by_position",
+    ],
 )
 def test_a_reward_that_is_not_there_is_refused(file, monkeypatch, name, wording):
     monkeypatch.chdir(file.parent)
@@ -138,7 +221,11 @@ def test_a_reward_that_is_not_there_is_refused(file, monkeypatch, name, wording)
     wording(str(error.value))
 
 
-@pytest.mark.parametrize(("name", "short"), [("dir/mine.py:tidy", "tidy"), ("exact", "exact"), ("regex:a:b", "regex"),
-                                             ("brief:9", "brief")])  # fmt: skip
-def test_short_names(name, short):
-    assert short_name(name) == short
+@pytest.mark.parametrize(("names", "short"), [
+    (["dir/mine.py:tidy", "exact", "regex:a:b", "brief:9", "sql:dir/world.sql"],
+     ["tidy", "exact", "regex", "brief", "sql"]),
+    (["regex:a", "a.py:f", "regex:b", "b.py:f", "exact"], ["regex_1", "f_1", "regex_2", "f_2", "exact"]),
+    (["mine.py:environment", "environment"], ["environment_1", "environment_2"]),
+])  # fmt: skip
+def test_no_two_rewards_have_one_name_in_metrics(names, short):
+    assert short_names(names) == short

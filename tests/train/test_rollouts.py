@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.base.errors import ConfigError, Paused, Preempted
+from dualtune.base.errors import ConfigError, NonFiniteError, Paused, Preempted
 from dualtune.config import parse_config
 from dualtune.data.documents import in_memory
 from dualtune.engine.testing.conformance import random_adapter
@@ -16,7 +16,7 @@ from dualtune.engine.testing.tolerances import RESUMED_LOSS
 from dualtune.train import step as step_module
 from dualtune.train.prepare import prepare
 from dualtune.train.rl.drawing import question_of
-from dualtune.train.rl.rollouts import Rollouts
+from dualtune.train.rl.rollouts import Rollouts, _equal_groups
 from dualtune.train.run import load_engine, run
 from dualtune.train.step import TrainingStep
 
@@ -212,7 +212,11 @@ def test_a_reward_that_fails_costs_its_sample_and_is_said(sampling_lab, rows_of)
     assert any(row["advantage"] for row in kept)
     events = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     messages = [row["message"] for row in events if row.get("event") == "reward_failed"]
-    assert messages and {*messages} == {f"{file}:partly: ValueError: no good"}
+    reason = f"{file}:partly: ValueError: no good ("
+    assert messages and all(message.startswith(reason) for message in messages)
+    counts = [int(message.removeprefix(reason).split()[0]) for message in messages]
+    in_steps = sum(count for count, message in zip(counts, messages, strict=True) if "of 36" in message)
+    assert in_steps == len(failed)
     share = [row["failed_rewards"] for row in rows_of(result.run_dir)[0] if "failed_rewards" in row]
     assert sum(share) * 36 == pytest.approx(len(failed))
 
@@ -220,10 +224,16 @@ def test_a_reward_that_fails_costs_its_sample_and_is_said(sampling_lab, rows_of)
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)
 def test_prompts_alone_are_rewarded_by_the_columns_of_their_rows(sampling_lab, write_rows):
     """As TRL's data: a prompt, other columns, and a function that names them."""
-    asked = [{"prompt": f"{n} + {n} =", "answer": 2 * n} for n in range(12)]
+    asked = [{"prompt": f"{n} + {n} =", "answer": 2 * n} for n in range(12)]  # `answer` is no notice: it is used
     chats = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in asked]
     (sampling_lab.tmp_path / "trl.py").write_text(
-        "def near(completions, answer, **columns):\n    return [float(answer[0]) for text in completions]\n"
+        "def near(prompts, completions, answer, **columns):\n"
+        "    (said,), (asked,) = completions, prompts\n"
+        "    if isinstance(said, list):\n"
+        "        (said,), (asked,) = said, asked\n"
+        "        assert {*said} == {*asked} == {'role', 'content'} and said['role'] == 'assistant'\n"
+        "        assert asked['content'] == f'{answer[0] // 2} + {answer[0] // 2} ='\n"
+        "    return [float(answer[0])]\n"
     )
     texts = []
     for rows in (asked, chats):
@@ -238,8 +248,36 @@ def test_prompts_alone_are_rewarded_by_the_columns_of_their_rows(sampling_lab, w
     assert texts[0] == texts[1] and len({*texts[0]}) > 8
     with pytest.raises(ConfigError, match=r"exact compares with an answer, but .*prompts\.jsonl has prompts alone"):
         lab.run("refused", **{**options, "rollouts__rewards": ["exact"]})
+    text = replace(lab, data=write_rows([{"text": f"{n} is a number"} for n in range(12)], "texts.jsonl"))
+    with pytest.raises(ConfigError, match=r"grpo needs prompts .*, but .*texts\.jsonl:1 is plain text"):
+        text.run("text", **settings(text))
     with pytest.raises(ConfigError, match="sft needs prompts with answers"):
         lab.run("sft", data__format="prompt", adapter__dropout=0.0)
+
+
+@pytest.mark.parametrize("lab", ["numpy"], indirect=True)
+def test_a_reward_that_always_fails_ends_the_run_and_says_why(sampling_lab, wording):
+    """Not as one whose numbers diverge: a smaller learning rate would not help."""
+    file = sampling_lab.tmp_path / "mine.py"
+    file.write_text("def broken(completion):\n    raise KeyError('no')\n")
+    options = settings(sampling_lab, rollouts__rewards=[f"{file}:broken"], guards__nonfinite_limit=2)
+    with pytest.raises(NonFiniteError) as error:
+        sampling_lab.run("ended", **options)
+    rows = [json.loads(line) for line in (sampling_lab.tmp_path / "ended" / "metrics.jsonl").read_text().splitlines()]
+    failed = [row for row in rows if row.get("event") == "reward_failed"]
+    assert [row["step"] for row in failed] == [0, 1, 2, 2, 3]  # evaluations too
+    assert {row["message"] for row in failed} == {
+        f"{file}:broken: KeyError: 'no' (4 of 4 answers)", f"{file}:broken: KeyError: 'no' (12 of 12 answers)",
+    }  # fmt: skip
+    result = sampling_lab.run("short", **{**options, "train__steps": 2})
+    assert result.verdict.word == "rewards failed"
+    wording([str(error.value), str(result.verdict)])
+
+
+def test_equal_groups_are_counted_without_what_has_no_reward():
+    """They teach nothing, whichever of their answers failed."""
+    nan = float("nan")
+    assert _equal_groups(np.array([[1, 1, nan], [1, 2, nan], [nan, nan, nan], [nan, 3, nan]])) == 0.75
 
 
 def test_several_updates_of_the_same_samples_are_clipped_and_resumed(sampling_lab, weights_of, rows_of):
@@ -294,6 +332,8 @@ def test_a_question_is_all_before_the_last_answer():
     {"rollouts.updates": 2, "train.policy": "mine"},
     {"rollouts.rewards": []}, {"rollouts.weights": [1.0, 2.0]}, {"adapter.dropout": 0.1},
     {"train.objective": "rloo", "rollouts.advantage_scale": "group"}, {"train.objective": "sft"},
+    {"train.objective": "cispo", "rollouts.clip_low": 0.2}, {"train.objective": "GRPO"},
+    {"train.objective": "reinforce"},
     {"hybrid.enabled": True}, {"adapter.method": "full", "rollouts.kl": 0.1}, {"data.loss_on": "all"},
     {"rollouts.samples": 1},
     {"train.activation_cache": "disk", "adapter.layers": "last 1"},

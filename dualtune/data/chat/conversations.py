@@ -47,6 +47,8 @@ MAX_WEIGHT = 1000.0  # of a message: weights are relative, and a larger factor i
 CALL_ROLES = ("function_call", "tool_call")  # roles whose content is a call as JSON, or a list of calls
 # What content has that holds a call, whatever its notation: <tool_call>{…}, [add(a=2)], [TOOL_CALLS], Action: add, …
 CALL_AS_TEXT = re.compile(r"[<\[({`]|\bAction\b")
+# How a list of messages begins that is written as a text, by json.dumps or by Python's print.
+LIST_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|content|from|value)\1\s*:""")
 # Names are in lower case, with _ between words; a file may have them in any case and with other marks between words.
 NAMES_OF_ROLES = {
     "system": "system developer sys",
@@ -91,6 +93,27 @@ def read_messages(
     if not turns:
         raise RowError(f"{key}: is empty, at least one message is needed")
     return tuple(_message(turn, f"{name} {number}", reading) for number, turn in enumerate(turns, start=1))
+
+
+def messages_in_text(value: str, key: str) -> list[Any]:
+    """Return the messages, not empty, if a text is a list of them as JSON, as tables hold it; else [].
+
+    Raises RowError for a list that Python has printed, which pandas writes into CSV files: nobody would train on that.
+    """
+    begins = LIST_AS_TEXT.match(value)
+    if begins is None:
+        return []
+    if begins[1] == "'":
+        raise RowError(f"{key}: holds messages as Python prints them; write them as JSON, with json.dumps")
+    try:
+        turns = json.loads(value)
+    except ValueError:
+        return []
+    is_said = isinstance(turns, list) and all(
+        isinstance(turn, dict) and ("role" in turn or {"from", "value"} <= turn.keys())
+        for turn in cast(list[Any], turns)
+    )
+    return cast(list[Any], turns) if is_said else []
 
 
 def read_history(value: Any, reading: RowReading) -> tuple[Message, ...]:

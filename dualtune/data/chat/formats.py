@@ -33,7 +33,7 @@ follows the last question. A comparison is a preference once its verdict is read
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -48,6 +48,7 @@ from dualtune.data.chat.conversations import (
     RowReading,
     arranged,
     asked_nulls,
+    messages_in_text,
     read_history,
     read_messages,
     read_tools,
@@ -58,16 +59,20 @@ from dualtune.data.chat.conversations import (
 from dualtune.data.chat.row_values import (
     EQUAL_SCORES,
     KEYS_OF_REASONING,
+    PARSED,
     REASONING,
     REVERSED_SCORES,
     SYSTEM_NAMES,
+    UNREAD_LABEL,
     Columns,
+    as_object,
     check_columns,
     column_of,
     has_value,
     is_scalar,
     left_out,
     listed,
+    needed,
     shown,
     unread,
 )
@@ -84,11 +89,14 @@ ALPACA_INPUT_PROMPT = (
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
 EQUAL_PAIR = "'chosen' and 'rejected' are the same"  # why such a row is bad
+# The same of a pair whose difference is not in the text, such as a space at the end that the template cuts off.
+EQUAL_TEXTS = "'chosen' and 'rejected' are the same text: the chat template does not write what differs"
 # What the label of an unpaired preference may be, in lower case: 1 for a desirable answer, -1 for an undesirable one.
 LABELS = {
     **dict.fromkeys(("true", "1", "yes", "desirable", "chosen", "accepted", "good", "positive"), 1),
     **dict.fromkeys(("false", "0", "-1", "no", "undesirable", "rejected", "bad", "negative"), -1),
 }
+LABEL_NAMES = ("label", "kto_tag")
 ANSWERS = ("chosen", "rejected")
 _SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")  # of a conversation as one text, as in HH-RLHF
 
@@ -245,12 +253,20 @@ def _convert(row: RawRow, name: str, columns: Columns, reading: RowReading) -> E
         thoughts = [str(message.extra.get(key, "")) for message in messages for key in KEYS_OF_REASONING]
         read = {place for key, place in places.items() if key != REASONING or key in columns} | without
         kinds = reading.notices | unread(row.fields, read, texts, thoughts)
+        if name in _PLAIN and (label := _unread_label(row.fields, read)):
+            kinds.add(f"{UNREAD_LABEL}: {label}")
         return replace(example, notices=frozenset(kinds)) if kinds else example
     except RowError as reason:
         kind = Tie if isinstance(reason, TieError) else BadRow
         return kind(row.path, row.line, str(reason))
     except RecursionError:
         return BadRow(row.path, row.line, "is nested too deeply")
+
+
+def _unread_label(fields: Mapping[str, Any], read: Collection[str]) -> str:
+    """Return the column that could be the label of an unpaired preference and is not in `read`; "" if there is none."""
+    names = [name for name in LABEL_NAMES if name not in read and name in fields]
+    return next((name for name in names if _as_label(fields[name]) is not None), "")
 
 
 def _lacks(row: RawRow, name: str, key: str) -> str:
@@ -269,6 +285,7 @@ def _messages(row: RawRow, fields: Mapping[str, Any], reading: RowReading, key: 
 
 
 def _prompt_completion(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
+    fields = _with_conversations(fields, ("prompt", "completion"), reading)
     if _are_strings(fields, "prompt", "completion"):
         prompt = text_of(fields["prompt"], "prompt", reading)
         if "context" in fields:
@@ -311,6 +328,8 @@ def _text(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Exampl
 
 
 def _preference(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
+    fields = _with_conversations(_without_request(fields), [key for key in ANSWERS if key in fields], reading)
+    fields = _with_conversations(fields, ("prompt",), reading)
     if texts := _transcripts(fields):
         others = {key: value for key, value in fields.items() if key != "prompt"}
         spoken = {key: _spoken(text) for key, text in texts.items()}
@@ -324,6 +343,30 @@ def _preference(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> 
         raise RowError(EQUAL_PAIR)
     _compare_scores(fields, reading)
     return replace(chosen, rejected=rejected)
+
+
+def _without_request(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields with what is asked in place of `input` that holds it as a request, as OpenAI's rows do."""
+    if not isinstance(fields.get("input"), dict):
+        return fields
+    if others := [key for key in ("prompt", "messages") if key in fields]:
+        raise RowError(f"input: holds the messages of a prompt, and '{others[0]}' does too; keep one of them")
+    request = as_object(fields["input"], "input")
+    asked = {"prompt": needed(request, "messages", "input"), "tools": request.get("tools")}
+    others = {key: value for key, value in fields.items() if key != "input"}
+    return others | {key: value for key, value in asked.items() if value}
+
+
+def _with_conversations(fields: Mapping[str, Any], keys: Sequence[str], reading: RowReading) -> Mapping[str, Any]:
+    """Return the fields with lists of messages in place of texts that are such a list as JSON, as tables hold it.
+
+    Either the values of all keys are such lists or none is read so: one alone may be a text about conversations.
+    """
+    lists = {key: messages_in_text(fields[key], key) for key in keys if isinstance(fields.get(key), str)}
+    if not lists or not all(lists.values()) or any(_is_string(fields.get(key)) for key in keys if key not in lists):
+        return fields
+    reading.notices.add(PARSED)
+    return {**fields, **lists}
 
 
 def _compares(layout: Layout) -> Format:
@@ -479,13 +522,16 @@ def _judged(layout: Format) -> Format:
 
     def convert(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
         example = layout.convert(row, fields, reading)
-        label = LABELS.get(str(fields["label"]).strip().lower().removesuffix(".0"))
-        if label is None:
+        if (label := _as_label(fields["label"])) is None:
             raise RowError(f"label: got {shown(fields['label'])}, allowed: {', '.join(LABELS)}")
         question = max((i for i, message in enumerate(example.messages) if message.role == "user"), default=0)
         return replace(_trained_from(question, example), label=label)
 
-    return Format(convert, (*layout.keys, "label"), layout.optional, {**layout.aliases, "label": ("kto_tag",)})
+    return Format(convert, (*layout.keys, "label"), layout.optional, {**layout.aliases, "label": LABEL_NAMES[1:]})
+
+
+def _as_label(value: Any) -> int | None:
+    return LABELS.get(str(value).strip().lower().removesuffix(".0"))
 
 
 def _without_layout(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> Example:
@@ -519,8 +565,8 @@ FORMATS = {
         ("prompt", "messages", "input", *_COMMON, "history", "score_chosen", "score_rejected"),
         {
             **SYSTEM_NAMES,
-            "chosen": ("chosen_response", "response_chosen", "answer_chosen"),
-            "rejected": ("rejected_response", "response_rejected", "answer_rejected"),
+            "chosen": ("chosen_response", "response_chosen", "answer_chosen", "preferred_output"),
+            "rejected": ("rejected_response", "response_rejected", "answer_rejected", "non_preferred_output"),
             "prompt": ("question", "instruction"), "messages": ("conversations",),
             "score_chosen": ("chosen_score", "chosen-rating", "chosen_rating", "chosen_avg_rating"),
             "score_rejected": ("rejected_score", "rejected-rating", "rejected_rating", "rejected_avg_rating"),

@@ -25,19 +25,22 @@ from dualtune.data.sources.rows import RowError
 
 # Kinds are keys in `--json`, so these words stay.
 JOINED, KEPT, FOLDED, SCALAR, NO_BOS = "joined_turns", "kept_turns", "folded_system", "scalar_text", "no_bos"
-NULLS = "dropped_nulls"
+NULLS, PARSED = "dropped_nulls", "parsed_messages"
 EQUAL_SCORES, REVERSED_SCORES = "equal_scores", "reversed_scores"
-UNREAD, INDEX_COLUMN = "unread_column", "index_column"  # with the name of the column
+UNREAD, INDEX_COLUMN, UNREAD_LABEL = "unread_column", "index_column", "unread_label"  # with the name of the column
 TEXTS = {
     JOINED: "turns of one role in a row are joined with a blank line (data.consecutive)",
     KEPT: "turns of one role in a row stay apart (data.consecutive)",
     FOLDED: "the chat template writes no system message, so it stands before the question (data.system)",
     SCALAR: "a number, true or false in place of a text is read as its JSON text",
+    PARSED: "texts that are lists of messages as JSON are read as these messages",
     NULLS: "nulls in tool schemas, arguments or results, as tables add them, are left out",
     EQUAL_SCORES: "the scores say that the chosen and the rejected answer are equally good",
     REVERSED_SCORES: "the scores say that the rejected answer is better than the chosen one",
     NO_BOS: "plain text without the tokenizer's BOS token, which the tokenizer names and does not add",
     UNREAD: "the column '{}' is not read; data.columns names columns to read, or remove it",
+    UNREAD_LABEL: "the column '{}' may say which answers are good and is not read; data.format: unpaired_preference "
+    "reads it, and data.columns: {{label: null}} says that it does not",
     INDEX_COLUMN: "the column '{}' is taken for the row numbers of pandas and is not read",
 }
 _INDEX_NAMES = ("", "Unnamed: 0", "__index_level_0__")

@@ -16,7 +16,7 @@ from itertools import islice, pairwise, product
 import numpy as np
 
 from dualtune.base import interrupt
-from dualtune.data.chat.formats import Example, answers, judged
+from dualtune.data.chat.formats import EQUAL_TEXTS, Example, answers, judged
 from dualtune.data.chat.row_values import NO_BOS
 from dualtune.data.sources.rows import BadRow, RowError
 from dualtune.data.tokens.masks import NO_END, Rendered, render_example
@@ -111,6 +111,9 @@ def _render(
             rendered = [tuple(render_example(answer, tokenizer, loss_on) for answer in answers(unit)) for unit in units]
         except RowError as reason:
             yield BadRow(example.path, example.line, str(reason))
+            continue
+        if example.rejected is not None and len({text.text for texts in rendered for text in texts}) == 1:
+            yield BadRow(example.path, example.line, EQUAL_TEXTS)
             continue
         yield from (_Ready(unit, texts, number) for unit, texts in zip(units, rendered, strict=True))
         number += 1
@@ -263,7 +266,8 @@ def _cut_at_borders(row: Rendered, tokens: np.ndarray, offsets: np.ndarray, toke
 
 
 def _fitted(texts: Sequence[Tokens], max_length: int, *, split: bool) -> tuple[State, list[Tokens]]:
-    """Return the documents of a row. Of a preference both answers are dropped if one has no target."""
+    """Return the documents of a row. Of a preference both answers are dropped if one has no target, or if they differ
+    only behind `max_length`."""
     # Nothing precedes the first token, so it cannot be predicted.
     if not all(mask[1:].any() for _, mask in texts):
         return State.NO_TARGET, []
@@ -274,6 +278,8 @@ def _fitted(texts: Sequence[Tokens], max_length: int, *, split: bool) -> tuple[S
         ((tokens, mask),) = texts
         starts = range(0, len(tokens) - 1, max_length - 1)
         return State.SPLIT, [(tokens[at : at + max_length], mask[at : at + max_length]) for at in starts]
-    if not all(mask[1:max_length].any() for _, mask in texts):
+    documents = [(tokens[:max_length], mask[:max_length]) for tokens, mask in texts]
+    has_difference = len(texts) == 1 or not np.array_equal(documents[0][0], documents[1][0])
+    if not (has_difference and all(mask[1:].any() for _, mask in documents)):
         return State.TOO_LONG, []
-    return State.CUT, [(tokens[:max_length], mask[:max_length]) for tokens, mask in texts]
+    return State.CUT, documents

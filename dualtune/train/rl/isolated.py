@@ -153,9 +153,12 @@ class Named:
     """A function of the user, called with those of the given arguments that it names."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        parameters = inspect.signature(function).parameters
-        self.takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-        self.names = [name for name, each in parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        parameters = inspect.signature(function).parameters.values()
+        self.takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+        self.positional_only = [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]
+        named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        self.names = [each.name for each in named]
+        self.required = [each.name for each in named if each.default is each.empty]  # those that have no default
         self._function = function
 
     def __call__(self, **arguments: Any) -> Any:

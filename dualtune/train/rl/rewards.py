@@ -6,13 +6,16 @@ its own (`isolated.py`): one that raises or hangs costs the reward of its answer
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import math
 import re
 import sqlite3
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -23,7 +26,7 @@ from dualtune.train.rl.isolated import Isolated, Named, imported, serve
 from dualtune.train.rl.sql import SqlJudge
 
 KEY = "rollouts.rewards"
-OWN_NAMES = ("completion", "completions", "prompt", "prompts", "expected")  # what is no column of a row
+OWN_LISTS = ("prompt", "completion")  # columns that TRL passes as lists of their own, by the plural
 
 
 class Reward(Protocol):
@@ -40,6 +43,7 @@ class JudgedAnswer:
     completion: str
     expected: str  # the answer of the data; empty where a row is a prompt alone
     row: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what else a function may ask for, by name
+    asked: Sequence[Mapping[str, Any]] | None = None  # the messages before the answer, where the row has messages
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -95,6 +99,8 @@ def matches(pattern: str) -> Reward:
 def brief(characters: str) -> Reward:
     """Return a reward of 1 for a text of at most so many characters, which falls as 1 / length beyond."""
     most = int(characters)
+    if most < 1:
+        raise ValueError("allowed: a number of characters >= 1")
 
     def reward(completion: str, *, prompt: str, expected: str) -> float:
         return min(1.0, most / max(1, len(completion)))
@@ -118,7 +124,7 @@ COMPARING = (*BUILT_IN, "sql")  # with the answer of the data
 WITH_ARGUMENT: Mapping[str, Callable[[str], Reward]] = {"regex": matches, "brief": brief, "sql": same_rows}
 
 
-def resolved(name: str) -> Reward:
+def resolved(name: str) -> Reward | UserReward:
     """Return the reward of a name: a built-in one, with its argument after a colon, or FILE.py:FUNCTION.
 
     Raises ConfigError for any other name, and for a file or function that is not there or cannot be imported.
@@ -135,35 +141,103 @@ def resolved(name: str) -> Reward:
     if not file.endswith(".py") or not function:
         own = ", ".join([*BUILT_IN, "regex:PATTERN", "brief:CHARACTERS", "sql:SCRIPT"])
         raise ConfigError(f"{KEY}: got '{name}', allowed: {own}, or a Python function as FILE.py:FUNCTION")
-    return UserReward(imported(KEY, expanded(file), function))
+    return UserReward(name, imported(KEY, expanded(file), function))
 
 
 class UserReward:
     """A function of the user, which gets what it names of the answer and of the columns of its row.
 
-    One that names `completions` gets lists, as TRL passes them, here of one answer, and returns a list.
+    One that names `completions` gets lists, as TRL passes them, here of one answer, and returns a list. As there, an
+    answer to messages is a list of messages. A coroutine is awaited. None is no reward: the answer is not judged.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        """Raise ConfigError for what cannot be called with names, or makes an object in place of a number."""
+        if inspect.isclass(function):
+            called = name.rpartition(":")[2]
+            rule = f"is a class; allowed: a function, or an object of it: add judge = {called}() to the file, and name"
+            raise ConfigError(f"{KEY}: {name} {rule} judge")
         self._function = Named(function)
+        if unnamed := self._function.positional_only:
+            rule = "rewards are called with names; remove the / from its parameters"
+            raise ConfigError(f"{KEY}: {name} takes {', '.join(unnamed)} by position alone, but {rule}")
+
+    @property
+    def takes_lists(self) -> bool:
+        return "completions" in self._function.names
 
     @property
     def columns(self) -> list[str] | None:
         """The columns that it asks for; None: all."""
-        return None if self._function.takes_all else [name for name in self._function.names if name not in OWN_NAMES]
+        return None if self._function.takes_all else self._columns(self._function.names)
 
-    def __call__(self, completion: str, *, prompt: str, expected: str, **row: Any) -> Any:
-        if "completions" not in self._function.names:
-            return self._function(**{**row, "completion": completion, "prompt": prompt, "expected": expected})
-        columns = {**row, "completions": completion, "prompts": prompt, "expected": expected}
-        (value,) = self._function(**{name: [one] for name, one in columns.items()})
-        return value
+    @property
+    def required(self) -> list[str]:
+        """The columns without which it cannot be called."""
+        return self._columns(self._function.required)
+
+    def _columns(self, names: Sequence[str]) -> list[str]:
+        own = ("completions", "prompts", "expected") if self.takes_lists else ("completion", "prompt", "expected")
+        return [name for name in names if name not in own]
+
+    def __call__(self, answer: JudgedAnswer) -> float | None:
+        """Return the reward. Raises TypeError and ValueError for anything but a finite number and None."""
+        row = {**dict.fromkeys(self.required), **answer.row}  # a field that a row leaves out is null, as in a table
+        if not self.takes_lists:
+            own = {"completion": answer.completion, "prompt": answer.prompt, "expected": answer.expected}
+            return _number_of(_awaited(self._function(**{**row, **own})))
+        prompt, completion = answer.prompt, answer.completion
+        if answer.asked is not None:
+            prompt, completion = answer.asked, [{"role": "assistant", "content": completion}]
+        row = {name: value for name, value in row.items() if name not in OWN_LISTS or name in self._function.names}
+        columns = {**row, "completions": completion, "prompts": prompt, "expected": answer.expected}
+        values = _awaited(self._function(**{name: [one] for name, one in columns.items()}))
+        try:
+            values = list(values)
+        except TypeError:
+            raise TypeError(f"returned {_shown(values)}; one that names completions returns a list") from None
+        if len(values) != 1:
+            raise ValueError(f"returned {len(values)} rewards for 1 completion")
+        return _number_of(values[0])
 
 
-def short_name(name: str) -> str:
-    """Return what metrics call a reward: the function of a file, or the name before the argument."""
-    kind, _, rest = name.rpartition(":") if ".py:" in name else name.partition(":")
-    return rest if kind.endswith(".py") else kind
+def _awaited(value: Any) -> Any:
+    async def result() -> Any:
+        return await value
+
+    return asyncio.run(result()) if inspect.isawaitable(value) else value
+
+
+def _number_of(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, str | bytes | list | tuple | dict):
+        raise TypeError(f"returned {_shown(value)}, allowed: a number, or None for an answer that it does not judge")
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"returned {number}, allowed: a finite number, or None for an answer that it does not judge")
+    return number
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return what metrics call rewards: the function of a file, or the name before the argument.
+
+    Those that have that in common are numbered, such as regex_1 and regex_2.
+    """
+    short = list[str]()
+    for name in names:
+        kind, _, rest = name.rpartition(":") if ".py:" in name else name.partition(":")
+        short.append(rest if kind.endswith(".py") else kind)
+    counts, seen = Counter(short), Counter[str]()
+    for place, name in enumerate(short):
+        if counts[name] > 1:
+            seen[name] += 1
+            short[place] = f"{name}_{seen[name]}"
+    return short
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -172,28 +246,44 @@ def short_name(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JudgedAnswers:
-    values_NR: np.ndarray  # float64, of each reward; NaN where it failed
-    totals_N: np.ndarray  # float64: their weighted sum, NaN if one failed
+    values_NR: np.ndarray  # float64, of each reward; NaN where it failed, or does not judge the answer
+    failed_N: np.ndarray  # bool: whether one failed
+    weights_R: np.ndarray
     failures: tuple[str, ...]  # why, for people
 
+    @property
+    def totals_N(self) -> np.ndarray:
+        """The weighted sum of those that judge an answer, float64; NaN if one failed, or none does."""
+        totals_N = np.nan_to_num(self.values_NR) @ self.weights_R
+        return np.where(self.failed_N | np.isnan(self.values_NR).all(1), math.nan, totals_N)
+
     def beside(self, values_N: np.ndarray, failures: Sequence[str]) -> JudgedAnswers:
-        """Return the same with another reward, whose weight is 1."""
+        """Return the same with another reward, whose weight is 1. It fails where it is NaN."""
         values_NR = np.column_stack([self.values_NR, values_N])
-        return JudgedAnswers(values_NR, self.totals_N + values_N, (*self.failures, *failures))
+        failed_N, weights_R = self.failed_N | np.isnan(values_N), np.append(self.weights_R, 1.0)
+        return JudgedAnswers(values_NR, failed_N, weights_R, (*self.failures, *failures))
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> JudgedAnswers:
         """Return those of another process, from their fields."""
-        return cls(record["values_NR"], record["totals_N"], tuple(record["failures"]))
+        return cls(record["values_NR"], record["failed_N"], record["weights_R"], tuple(record["failures"]))
 
     @classmethod
     def joined(cls, parts: Sequence[JudgedAnswers], order: Sequence[int]) -> JudgedAnswers:
         """Return those of parts, one after another, in this order."""
         return cls(
             np.concatenate([part.values_NR for part in parts])[order],
-            np.concatenate([part.totals_N for part in parts])[order],
+            np.concatenate([part.failed_N for part in parts])[order],
+            parts[0].weights_R,
             tuple(failure for part in parts for failure in part.failures),
         )
+
+    def told(self) -> list[str]:
+        """Return why rewards failed, each reason once."""
+        every = len(self.values_NR)
+        return [
+            f"{why} ({count} of {every} answers)" if every > 1 else why for why, count in Counter(self.failures).items()
+        ]
 
 
 class Rewards:
@@ -202,8 +292,9 @@ class Rewards:
     def __init__(self, names: Sequence[str], weights: Sequence[float], timeout_s: float) -> None:
         """Raise ConfigError for a reward that is not there. `timeout_s`: that a user's function may take."""
         self.names, self._weights_R = tuple(names), np.array(weights or [1.0] * len(names))
-        self._score = [
-            IsolatedReward(name, timeout_s) if _is_of_user(name) else _direct(resolved(name)) for name in names
+        self._score: list[IsolatedReward | Callable[[JudgedAnswer], float]] = [
+            IsolatedReward(name, timeout_s) if _is_of_user(name) else _direct(cast(Reward, resolved(name)))
+            for name in names
         ]
 
     @property
@@ -216,16 +307,35 @@ class Rewards:
         """Whether a function asks for columns of the data."""
         return any(score.asks_for_row for score in self._score if isinstance(score, IsolatedReward))
 
+    @property
+    def ask_for_messages(self) -> bool:
+        """Whether a function has TRL's form, in which an answer to messages is a list of messages."""
+        return any(score.about["takes_lists"] for score in self._score if isinstance(score, IsolatedReward))
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raise ConfigError if a function needs what is neither one of `columns` nor anything else that it gets."""
+        for name, score in zip(self.names, self._score, strict=True):
+            needed = score.about["required"] if isinstance(score, IsolatedReward) else ()
+            if lacking := [each for each in needed if each not in columns]:
+                lists = isinstance(score, IsolatedReward) and score.about["takes_lists"]
+                own = "completions, prompts" if lists else "completion, prompt"
+                raise ConfigError(
+                    f"{KEY}: {name} needs {', '.join(lacking)}, which no row has; allowed: {own}, expected, and the "
+                    f"columns of the data: {', '.join(columns)}. Rename the parameter, or give it a default"
+                )
+
     def judge(self, answers: Sequence[JudgedAnswer]) -> JudgedAnswers:
         values_NR, failures = np.full((len(answers), len(self.names)), math.nan), list[str]()
+        failed_N = np.zeros(len(answers), bool)
         for n, answer in enumerate(answers):
             for r, (name, score) in enumerate(zip(self.names, self._score, strict=True)):
                 value = score(answer)
                 if isinstance(value, str):
                     failures.append(f"{name}: {value}")
-                else:
+                    failed_N[n] = True
+                elif value is not None:
                     values_NR[n, r] = value
-        return JudgedAnswers(values_NR, values_NR @ self._weights_R, tuple(failures))
+        return JudgedAnswers(values_NR, failed_N, self._weights_R, tuple(failures))
 
     def close(self) -> None:
         for score in self._score:
@@ -238,12 +348,14 @@ def _is_of_user(name: str) -> bool:
     return name.partition(":")[0] not in (*BUILT_IN, "brief")
 
 
-def _direct(reward: Reward) -> Callable[[JudgedAnswer], float | str]:
+def _direct(reward: Reward) -> Callable[[JudgedAnswer], float]:
     return lambda answer: reward(answer.completion, prompt=answer.prompt, expected=answer.expected)
 
 
 class IsolatedReward(Isolated):
-    """A reward in a process of its own. `about` says which columns of a row its function asks for: null for all."""
+    """A reward in a process of its own. `about` says which columns of a row its function asks for (null for all), which
+    it cannot do without, and whether it takes lists.
+    """
 
     def __init__(self, name: str, timeout_s: float) -> None:
         super().__init__(KEY, "dualtune.train.rl.rewards", name, timeout_s)
@@ -252,26 +364,24 @@ class IsolatedReward(Isolated):
     def asks_for_row(self) -> bool:
         return self.about["columns"] is None or bool(self.about["columns"])
 
-    def __call__(self, answer: JudgedAnswer) -> float | str:
-        """Return the reward, or why there is none."""
+    def __call__(self, answer: JudgedAnswer) -> float | str | None:
+        """Return the reward, or why there is none; None: the function does not judge this answer."""
         columns = answer.row if self.about["columns"] is None else self.about["columns"]
         row = {name: answer.row[name] for name in columns if name in answer.row}
-        own = {"completion": answer.completion, "prompt": answer.prompt, "expected": answer.expected}
-        reply = self.ask({**row, **own})
+        reply = self.ask(asdict(replace(answer, row=row)))
         return reply if isinstance(reply, str) else reply["reward"]
 
 
 def _served(name: str) -> tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], Mapping[str, Any]]]:
-    """Return which columns the reward of a name asks for, and what answers a request."""
-    reward: Any = resolved(name)
-
-    def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
-        value = float(reward(**request))
-        if not math.isfinite(value):
-            raise ValueError(f"returned {value}")
-        return {"reward": value}
-
-    return {"columns": reward.columns if isinstance(reward, UserReward) else []}, answer
+    """Return what `IsolatedReward.about` says of the reward of a name, and what answers a request."""
+    reward = resolved(name)
+    if not isinstance(reward, UserReward):
+        judge = _direct(reward)
+        return {"columns": [], "required": [], "takes_lists": False}, lambda asked: {
+            "reward": judge(JudgedAnswer(**asked))
+        }
+    about = {"columns": reward.columns, "required": reward.required, "takes_lists": reward.takes_lists}
+    return about, lambda asked: {"reward": reward(JudgedAnswer(**asked))}
 
 
 if __name__ == "__main__":

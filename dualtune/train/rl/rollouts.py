@@ -39,7 +39,7 @@ from dualtune.train.rl.drawing import Drawing, answered, question_of
 from dualtune.train.rl.environments import Asked, Episode, Episodes
 from dualtune.train.rl.in_step import apart
 from dualtune.train.rl.package_environments import PackageEpisodes, package_of
-from dualtune.train.rl.rewards import JudgedAnswer, JudgedAnswers, Rewards, short_name
+from dualtune.train.rl.rewards import JudgedAnswer, JudgedAnswers, Rewards, short_names
 from dualtune.train.samples import keep_rows
 from dualtune.train.team import Team
 
@@ -101,7 +101,7 @@ class StepSamples:
         surrogate = objective(tokens, max_tokens, int(lengths_N.sum()), len(lengths_N))
         slopes = dict(zip(trained, np.split(surrogate.slopes_M, np.cumsum(tokens.lengths_N)[:-1]), strict=True))
         metrics = {**self.metrics, "surrogate": surrogate.value, **surrogate.metrics}
-        value = -self.reward + objective.kl * metrics.get("kl", 0.0)
+        value = objective.kl * metrics.get("kl", 0.0) - self.reward
         return replace(surrogate, value=value, metrics=metrics), slopes
 
 
@@ -127,6 +127,9 @@ class Rollouts:
         self._rewards.close()  # they are there; their processes start with the first answer
         self._has_answers = not rows.of_prompts
         self._rows = rows if self._rewards.ask_for_rows or settings.environment else None
+        if self._rewards.ask_for_rows:
+            self._rewards.check_columns(rows.columns)
+        self._conversations = rows if self._rewards.ask_for_messages else None
         self._episodes: Episodes | None = None
         if settings.environment is not None:
             self._episodes = episodes_of(settings, self._drawing, config.data.max_length)
@@ -153,7 +156,7 @@ class Rollouts:
         """
         numbers, share = [(step, i) for i in ids], team.share
         with apart(engine, team) as own:
-            asked = _Asked.of(data, ids, self._tokenizer, self._rows)
+            asked = _Asked.of(data, ids, self._tokenizer, self._rows, self._conversations)
             if self._episodes is None:
                 drawn = self._drawing.samples(own, asked.prompts[share], numbers[share])
             else:
@@ -186,7 +189,7 @@ class Rollouts:
         ]  # fmt: skip
         return StepSamples(
             documents, old, advantages_N[of_sample_D], reference, metrics["reward"],
-            {**metrics, "equal_groups": float((np.ptp(rewards_PG, axis=1) == 0).mean())}, rows, judged.failures,
+            {**metrics, "equal_groups": _equal_groups(judged.totals_N.reshape(len(ids), -1))}, rows, judged.told(),
             self._drawing.sampling.temperature,
         )  # fmt: skip
 
@@ -198,7 +201,8 @@ class Rollouts:
         team, drawn = team or Team(), list[Sample]()
         numbers = [(n,) for n in range(len(documents))]
         with apart(engine, team) as own:
-            asked = _Asked.of(documents, range(len(documents)), self._tokenizer, self._rows)
+            every = range(len(documents))
+            asked = _Asked.of(documents, every, self._tokenizer, self._rows, self._conversations)
             prompts = asked.prompts[team.share]
             if self._episodes is None:
                 for each in self._drawing.greedy(own, prompts):
@@ -210,8 +214,8 @@ class Rollouts:
         drawn, judged = self._judged(asked, drawn, team)
         metrics = self._metrics(judged, drawn, asked.expected)
         return EvalRecord(
-            step=step, eval_loss=-metrics["reward"], eval_targets=sum(len(each.logprobs) for each in drawn),
-            metrics={f"eval_{name}": value for name, value in metrics.items()},
+            step=step, eval_loss=0.0 - metrics["reward"], eval_targets=sum(len(each.logprobs) for each in drawn),
+            metrics={f"eval_{name}": value for name, value in metrics.items()}, failures=judged.told(),
         )  # fmt: skip
 
     def _judged(self, asked: _Asked, drawn: Sequence[Sample], team: Team) -> tuple[list[Sample], JudgedAnswers]:
@@ -223,7 +227,7 @@ class Rollouts:
         mine = [replace(each, prompt=places[each.prompt]) for each in drawn]
         with team.apart():
             judged = self._rewards.judge([
-                JudgedAnswer(asked.texts[n], each.text, asked.expected[n], asked.rows[n])
+                JudgedAnswer(asked.texts[n], each.text, asked.expected[n], asked.rows[n], asked.messages[n])
                 for each in mine for n in (each.prompt,)
             ])  # fmt: skip
         if self._episodes is not None:
@@ -259,9 +263,9 @@ class Rollouts:
         if isinstance(self._episodes, PackageEpisodes):
             metrics["split"] = float(np.mean([isinstance(each, Episode) and len(each.dialogues) > 1 for each in drawn]))
         if len(self.names) > 1:
-            for name, values_N in zip(self.names, judged.values_NR.T, strict=True):
+            for name, values_N in zip(short_names(self.names), judged.values_NR.T, strict=True):
                 if np.isfinite(values_N).any():
-                    metrics[f"reward_{short_name(name)}"] = float(values_N[np.isfinite(values_N)].mean())
+                    metrics[f"reward_{name}"] = float(values_N[np.isfinite(values_N)].mean())
         return metrics if known_N.all() else {**metrics, "failed_rewards": 1 - float(np.mean(known_N))}
 
     def _reference(self, engine: Engine, documents: Documents, team: Team) -> dict[int, np.ndarray]:
@@ -273,6 +277,13 @@ class Rollouts:
                 batch = replace(plain, temperature=self._drawing.sampling.temperature)
                 logps |= at_targets(own.target_logprobs(batch).astype(np.float64), batch)
         return from_all(team, logps, {n: int(documents.targets[n]) for n in range(len(documents))})
+
+
+def _equal_groups(totals_PG: np.ndarray) -> float:
+    """Return the share of the prompts whose answers all got the same, those without a reward aside."""
+    known_PG = np.isfinite(totals_PG)
+    lowest_P = np.where(known_PG, totals_PG, math.inf).min(1)
+    return float((np.where(known_PG, totals_PG, -math.inf).max(1) <= lowest_P).mean())
 
 
 LEAST_PROMPTS = 4  # whose answers may be compared
@@ -299,16 +310,21 @@ class _Asked:
     texts: list[str]
     expected: list[str]
     rows: list[Mapping[str, Any]]
+    messages: Sequence[Sequence[Mapping[str, Any]] | None]  # before the answer; None where a row has none
 
     @classmethod
-    def of(cls, data: Documents, ids: Sequence[int], tokenizer: Tokenizer, rows: RowFields | None) -> _Asked:
-        """Return those of these documents. `rows`: their fields; None: no one asks for them."""
+    def of(
+        cls, data: Documents, ids: Sequence[int], tokenizer: Tokenizer, rows: RowFields | None,
+        conversations: RowFields | None,
+    ) -> _Asked:  # fmt: skip
+        """Return those of these documents. `rows`, `conversations`: their fields, messages; None: no one asks."""
         documents = [data[i] for i in ids]
         parts = [question_of(document) for document in documents]
         texts, expected = ([tokenizer.decode(pair[half].tolist()) for pair in parts] for half in (0, 1))
         wheres = [document.where for document in documents]
         fields: list[Mapping[str, Any]] = [{} if rows is None else rows[where] for where in wheres]
-        return cls(wheres, [prompt for prompt, _ in parts], texts, expected, fields)
+        messages = [None if conversations is None else conversations.asked(where) for where in wheres]
+        return cls(wheres, [prompt for prompt, _ in parts], texts, expected, fields, messages)
 
     def with_numbers(self, numbers: Sequence[tuple[int, ...]]) -> list[Asked]:
         """Return them for conversations. `numbers`: on which the random numbers of each depend."""

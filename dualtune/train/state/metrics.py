@@ -118,6 +118,7 @@ def metrics_in(row: Mapping[str, Any]) -> dict[str, float]:
 def row_with_metrics(record: StepRecord | EvalRecord) -> dict[str, Any]:
     """Return a record as a row: the metrics of its objective are keys beside its own, which they do not replace."""
     row = asdict(record)
+    row.pop("failures", None)  # they are events
     return {**row.pop("metrics"), **row}
 
 

@@ -128,19 +128,39 @@ def prompt_scores(
     return _table(tokenizer, tokens, logprobs, tops, as_ids=as_ids)
 
 
-def answer_scores(request: CompletionRequest, tokenizer: Tokenizer, row: PromptedRow) -> dict[str, Any]:
-    """Return the table `logprobs` of an answer in the form of OpenAI's chats, or of its older completions."""
-    tokens, logprobs = row.tokens, (row.choose.logprobs or [])[: len(row.tokens)]  # without that of what ended it
-    tops = [zip(ids.tolist(), values.tolist(), strict=True) for ids, values in row.choose.top] or [()] * len(tokens)
-    places = [*zip(tokens, logprobs, map(list[tuple[int, float]], tops), strict=False)]
-    if request.is_chat:
-        scored = partial(_scored_token, tokenizer)
-        content = [
-            scored(token, logprob) | {"top_logprobs": [scored(*each) for each in top]} for token, logprob, top in places
-        ]
-        return {"content": content}
-    named = [[(token, logprob), *reversed(top)] for token, logprob, top in places] if request.logprobs else None
-    return _table(tokenizer, tokens, logprobs, named, as_ids=request.as_ids)
+class AnswerScores:
+    """The tables `logprobs` of an answer, in the form of OpenAI's chats or of its older completions.
+
+    One of all tokens, or one after another as they come: joined, the lists of these are those of the one.
+    """
+
+    def __init__(self, request: CompletionRequest, tokenizer: Tokenizer) -> None:
+        self._request, self._tokenizer = request, tokenizer
+        self._count = self._offset = 0  # of the tokens in tables so far; of the next one's text, in characters
+
+    def has_new(self, row: PromptedRow) -> bool:
+        """Return whether there are tokens that no table has."""
+        return len(row.tokens) > self._count
+
+    def table(self, row: PromptedRow) -> dict[str, Any]:
+        """Return the table of the row's tokens that no table has yet."""
+        new = slice(self._count, len(row.tokens))  # without the token that ended it, which is no part of the answer
+        tokens, logprobs = row.tokens[new], (row.choose.logprobs or [])[new]
+        tops = [zip(ids.tolist(), values.tolist(), strict=True) for ids, values in row.choose.top[new]]
+        places = [*zip(tokens, logprobs, map(list[tuple[int, float]], tops or [()] * len(tokens)), strict=True)]
+        self._count = len(row.tokens)
+        if self._request.is_chat:
+            scored = partial(_scored_token, self._tokenizer)
+            return {"content": [
+                scored(token, logprob) | {"top_logprobs": [scored(*each) for each in top]}
+                for token, logprob, top in places
+            ]}  # fmt: skip
+        named = [[(token, logprob), *reversed(top)] for token, logprob, top in places]
+        begin, self._offset = self._offset, self._offset + sum(len(self._tokenizer.decode_all([id])) for id in tokens)
+        return _table(
+            self._tokenizer, tokens, logprobs, named if self._request.logprobs else None,
+            as_ids=self._request.as_ids, begin=begin,
+        )  # fmt: skip
 
 
 def _scored_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
@@ -151,17 +171,18 @@ def _scored_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str,
 
 def _table(
     tokenizer: Tokenizer, tokens: Sequence[int], logprobs: Sequence[float | None],
-    tops: Sequence[Pairs | None] | None, *, as_ids: bool,
+    tops: Sequence[Pairs | None] | None, *, as_ids: bool, begin: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """Return tokens, what they are worth, and others in their place, in the form of OpenAI's older completions.
 
     `tops`: of each place its own token and the most probable ones, the least probable first: of texts that are alike
-    the last one's is kept. `as_ids`: in place of their texts, which different tokens may share.
+    the last one's is kept. `as_ids`: in place of their texts, which different tokens may share. `begin`: the offset of
+    the first one's text.
     """
     texts = [tokenizer.decode_all([token]) for token in tokens]
     name: Callable[[int], str] = "token_id:{}".format if as_ids else lambda token: tokenizer.decode_all([token])
     return {
         "tokens": [*map(name, tokens)], "token_logprobs": logprobs,
         "top_logprobs": tops and [pairs and {name(token): value for token, value in pairs} for pairs in tops],
-        "text_offset": [0, *accumulate(map(len, texts))][:-1],
+        "text_offset": [*accumulate(map(len, texts), initial=begin)][:-1],
     }  # fmt: skip

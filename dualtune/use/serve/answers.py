@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +22,9 @@ from dualtune.train.generation.inference import LoadedModel, StopTexts, TokenTex
 from dualtune.train.generation.sampling import Chooser
 from dualtune.use.chat import AdapterSet
 from dualtune.use.serve.answer_text import (
+    AnswerScores,
     AnswerText,
     BegunAnswer,
-    answer_scores,
     begun_answer,
     calls_of,
     encoded,
@@ -54,7 +55,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What the model says of the prompt, or of the answer."""
+    """What the model says of the prompt, or of tokens of the answer; in a stream, of those of the piece after it."""
 
     table: Mapping[str, Any]
 
@@ -99,7 +100,7 @@ class RunningAnswer:
         """`choices`: tokens, with some of which it begins. `ends`: the time after which it gets no other token."""
         request, tokenizer = job.request, model.tokenizer
         self.job, self.error, self._text, self._ends, self._is_late = job, None, text, ends, False
-        self._tokenizer = tokenizer
+        self._scores = None if request.logprobs is None else AnswerScores(request, tokenizer)
         self._tokens = TokenText(tokenizer, prompt, tokenizer.call_marks if request.tools else frozenset())
         self._cut = StopTexts(request.stops)
         limit = allowed_tokens(model, prompt, max_tokens)
@@ -132,12 +133,14 @@ class RunningAnswer:
             words = "".join(piece for piece in last_pieces if isinstance(piece, str))
             raise _NoCall(f"tool_choice: the answer began as a call, and the model wrote none: {words[:200]}. {FORCED}")
         self._pass_on(last_pieces)
-        if self.job.request.logprobs is not None:
-            self.job.pieces.put(TokenScores(answer_scores(self.job.request, self._tokenizer, self.row)))
+        if self._scores and (self._scores.has_new(self.row) or not self.job.request.stream):
+            self.job.pieces.put(TokenScores(self._scores.table(self.row)))
         reason = ("tool_calls" if text.num_calls else "stop") if is_whole else "length"
         self.job.pieces.put(Finish(reason, len(self.row.prompt), len(self.row.tokens)))
 
     def _pass_on(self, pieces: Sequence[str | WrittenCall]) -> None:
+        if pieces and self.job.request.stream and self._scores and self._scores.has_new(self.row):
+            self.job.pieces.put(TokenScores(self._scores.table(self.row)))
         for piece in pieces:
             self.job.pieces.put(piece)
 
@@ -198,9 +201,17 @@ class Answers:
             for row, error in self._rows.step():
                 self._end(self._running.pop(row.number), error)
         except Exception as error:  # nothing can answer any more
-            for answer in self._running.values():
-                self._refuse(answer.job, error)
+            for job in [*(answer.job for answer in self._running.values()), *self._left()]:
+                self._refuse(job, error)
             raise
+
+    def _left(self) -> Iterator[PendingAnswer]:
+        """Take the requests that have not begun."""
+        if self._next is not None:
+            yield self._next
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._waiting.get_nowait()
 
     def _take(self) -> PendingAnswer | None:
         """Return the next request, or None: there is none, for a moment if nothing else is to be done."""
@@ -223,8 +234,8 @@ class Answers:
             elif (answer := self._started(job)).row.has_ended:
                 answer.finish()
             else:
-                self._running[answer.row.number] = answer
                 self._rows.add(request.model, answer.row)
+                self._running[answer.row.number] = answer
         except Exception as error:
             self._refuse(job, error)
             if self._is_over(error):

@@ -189,8 +189,6 @@ def read_request(raw: bytes, *, is_chat: bool) -> CompletionRequest:
         prompt, most = _messages(body, options["tools"]), body.max_completion_tokens
     else:
         prompt, most, options = body.prompt, None, _scores(body)
-    if body.stream and options["logprobs"] is not None:
-        raise BadRequest(400, "logprobs: is not supported in a stream; allowed: stream false", "logprobs")
     penalties = Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0)
     sampling = Sampling(
         temperature=1.0 if body.temperature is None else body.temperature, top_p=body.top_p or 1.0,

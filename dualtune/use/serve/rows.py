@@ -50,7 +50,7 @@ def batch_groups(adapters: AdapterSet, most_numbers: int, tell: Callable[[str], 
 
 
 class ServedRows:
-    """What continues rows, by a token at each step. All that are there are of one group."""
+    """What continues rows, by a token at each step. Those of a batch are of one group."""
 
     def __init__(
         self, adapters: AdapterSet, groups: Sequence[BatchGroup], bounds: Bounds, is_shortage: Judge, is_over: Judge,
@@ -64,7 +64,7 @@ class ServedRows:
         self._can_batch = bounds.rows > 1
         self._batch: RowBatch | None = None  # kept while the group is the same, with its adapters on the device
         self._is_full = False  # the batch: rows wait for memory
-        self._apart = deque[PromptedRow]()  # continued one after another; of the first one…
+        self._apart = deque[tuple[str, PromptedRow]]()  # by model, continued one after another; of the first one…
         self._tokens: Iterator[int] | None = None  # …the next tokens
 
     @property
@@ -75,33 +75,36 @@ class ServedRows:
         """Return whether a row of this model can be added now."""
         if self.is_empty:
             return True
-        batch = self._common_batch()
-        if batch is None or self._groups[name] is not self._group:
+        if not self._can_batch or len(self._apart) > 1 or self._groups[name] is not self._group:
             return False
-        count = len(batch.active) + len(batch.waiting) + len(self._apart)
+        count = len(self._apart) + (len(self._batch.active) + len(self._batch.waiting) if self._batch else 0)
         return count < self._bounds.rows and not self._is_full
 
     def add(self, name: str, row: PromptedRow) -> None:
-        """Add a row of a model for which there is room."""
-        group = self._groups[name]
-        row.adapter = group.number_of(name)
-        if self.is_empty:
-            if group is not self._group:
-                self._group, self._batch = group, None
-            self._apart.append(row)
+        """Add a row of a model for which there is room: to the batch of all rows, or behind them if they can be none.
+
+        Raises only an error after which nothing can go on.
+        """
+        if self.is_empty and self._groups[name] is not self._group:
+            self._group, self._batch = self._groups[name], None
+        self._apart.append((name, row))
+        if len(self._apart) == 1 and (self._batch is None or self._batch.is_empty):
             return
-        assert self._batch is not None
-        self._batch.waiting.extend([*self._apart, row])
-        self._apart.clear()
-        self._tokens = None
+        batch = self._common_batch()
+        if batch is not None:
+            batch.waiting.extend(self._numbered(*each) for each in self._apart)
+            self._apart.clear()
+            self._tokens = None
+
+    def _numbered(self, name: str, row: PromptedRow) -> PromptedRow:
+        row.adapter = self._group.number_of(name)
+        return row
 
     def _common_batch(self) -> RowBatch | None:
         """Return the batch that all rows are in, or can be in."""
-        if not self._can_batch or len(self._apart) > 1:
-            return None
         if self._batch is None:
-            bank, prompts = self._group.bank, [row.prompt for row in self._apart]
-            self._adapters.use(self._group.name_of(self._apart[0].adapter))
+            bank, prompts = self._group.bank, [row.prompt for _, row in self._apart]
+            self._adapters.use(self._apart[0][0])
             try:
                 check_decoding(self._engine, prompts, bank)
                 self._batch = RowBatch(self._engine, self._bounds, self._is_shortage, self._tell, bank)
@@ -118,15 +121,13 @@ class ServedRows:
             self._tell(f"batches     none, answers one by one: {reason}")
             return
         self._tell(f"batches     of one adapter each: {reason}")
-        (row,) = self._apart
-        name = self._group.name_of(row.adapter)
         self._groups |= {each: BatchGroup([each]) for each in self._group.names}
-        self._group, row.adapter = self._groups[name], NO_ADAPTER
+        self._group = self._groups[self._apart[0][0]]
 
     def step(self) -> list[tuple[PromptedRow, Exception | None]]:
         """Append a token to each row, or to one. Return the rows that have ended, with the error of one that failed."""
         if self._apart:
-            return self._step_apart(self._apart[0])
+            return self._step_apart(*self._apart[0])
         if self._batch is None or self._batch.is_empty:
             return []
         if self._group.bank is None:  # a prompt of another adapter may have been scored meanwhile
@@ -139,13 +140,15 @@ class ServedRows:
             if self._is_over(error):
                 raise
         # One of the rows is the cause, so each goes on by itself, without what the traceback held in memory.
-        self._apart.extend([*self._batch.active, *self._batch.waiting])
+        rows = [*self._batch.active, *self._batch.waiting]
+        self._apart.extend((self._group.name_of(row.adapter), row) for row in rows)
         self._batch, self._is_full = None, False
         self._engine.discard()
         return []
 
-    def _step_apart(self, row: PromptedRow) -> list[tuple[PromptedRow, Exception | None]]:
-        cache, failure = self._adapters.use(self._group.name_of(row.adapter)), None
+    def _step_apart(self, name: str, row: PromptedRow) -> list[tuple[PromptedRow, Exception | None]]:
+        self._group = self._groups[name]  # rows of unlike groups wait for each other when a bank has failed
+        cache, failure = self._adapters.use(name), None
         try:
             if self._tokens is None:
                 text = np.array([*row.prompt, *row.tokens], np.int32)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 from urllib.parse import unquote
@@ -107,17 +107,21 @@ class Handler(ApiHandler):
         self.end_headers()
         self._has_begun = True
         head = _head(request)
-        finish, num_calls = None, 0
+        finish, num_calls, scores = None, 0, None
         for piece in chain([first], pieces):
+            if isinstance(piece, TokenScores):
+                scores = piece.table  # with the next event
+                continue
+            deltas: Iterable[Mapping[str, Any]] = [{}]
             if isinstance(piece, Finish):
                 finish = piece
-                self._event(head | {"choices": [_delta(request, {}, piece.reason)]})
             elif isinstance(piece, WrittenCall):
-                for delta in _call_deltas(piece, num_calls):
-                    self._event(head | {"choices": [_delta(request, delta, None)]})
-                num_calls += 1
+                deltas, num_calls = _call_deltas(piece, num_calls), num_calls + 1
             else:
-                self._event(head | {"choices": [_delta(request, {"role": "assistant", "content": piece}, None)]})
+                deltas = [{"role": "assistant", "content": piece}]
+            for delta in deltas:
+                self._event(head | {"choices": [_delta(request, delta, finish and finish.reason, scores)]})
+                scores = None
         assert finish is not None
         if request.include_usage:
             self._event(head | {"choices": [], "usage": _usage(finish)})
@@ -185,9 +189,11 @@ def _call_deltas(written: WrittenCall, index: int) -> Iterator[dict[str, Any]]:
     yield {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
 
 
-def _delta(request: CompletionRequest, delta: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
+def _delta(
+    request: CompletionRequest, delta: Mapping[str, Any], reason: str | None, scores: Mapping[str, Any] | None
+) -> dict[str, Any]:
     content: dict[str, Any] = {"delta": delta} if request.is_chat else {"text": delta.get("content", "")}
-    return {"index": 0, **content, "finish_reason": reason, "logprobs": None}
+    return {"index": 0, **content, "finish_reason": reason, "logprobs": scores}
 
 
 def _usage(finish: Finish) -> dict[str, int]:
