@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 
 from dualtune.base.errors import ConfigError
@@ -22,7 +23,9 @@ from dualtune.model.targets import is_in_router
 from dualtune_mlx.methods import linear_layers, linear_shape
 
 Arrays = dict[str, mx.array]
-FIRST, SIZE, SHARE = "routing first_N", "routing size_N", "routing share_N"  # among the inputs of a micro-batch
+# Among the inputs of a micro-batch; the last two where documents share their beginning.
+FIRST, SIZE, SHARE = "routing first_N", "routing size_N", "routing share_N"
+TOKEN, DOCUMENT = "routing token_M", "routing document_M"
 LOSS, COUNTS = "routing loss", "routing counts_LE"  # what is added up over a step
 
 
@@ -55,9 +58,16 @@ class Routing:
 
     def inputs(self, batch: Batch, divisor: float) -> Arrays:
         """Return what the loss needs to know of a micro-batch, as inputs of its function."""
-        return {
-            name: mx.array(x) for name, x in zip((FIRST, SIZE, SHARE), document_shares(batch, divisor), strict=True)
-        }
+        first_N, size_N, share_N, token_M, document_M = document_shares(batch, divisor)
+        arrays = {FIRST: first_N, SIZE: size_N, SHARE: share_N}
+        if len(token_M):
+            # One of a few lengths, for which steps are compiled: the rest belongs to a document after the last token.
+            rest = (1 << (len(token_M) - 1).bit_length()) - len(token_M)
+            arrays |= {
+                TOKEN: np.pad(token_M, (0, rest)),
+                DOCUMENT: np.pad(document_M, (0, rest), constant_values=len(first_N)),
+            }
+        return {name: mx.array(x) for name, x in arrays.items()}
 
     @contextmanager
     def watching(self, inputs: Arrays) -> Iterator[None]:
@@ -90,21 +100,35 @@ class Routing:
         """Return the logits of a layer's router, at which the gradient of the loss is added in the backward pass."""
         if (documents := self._documents) is None:
             return logits
-        first_N, size_N, share_N = (documents[name] for name in (FIRST, SIZE, SHARE))
+        size_N = documents[SIZE]
         probs_NE = mx.softmax(mx.stop_gradient(logits).reshape(-1, logits.shape[-1]).astype(mx.float32), axis=-1)
         ranked_NE = probs_NE + self._mixtures[number].get("correction", 0.0)  # as `families.corrections` chooses
         top_Nk = mx.argpartition(-ranked_NE, kth=self._each - 1, axis=-1)[:, : self._each]
         ones_N1 = (size_N > 0)[:, None].astype(mx.float32)
         chosen_NE = mx.put_along_axis(mx.zeros_like(probs_NE), top_Nk, ones_N1, axis=-1)
-        loads_NE = mx.zeros_like(probs_NE).at[first_N].add(chosen_NE)[first_N] / mx.maximum(size_N, 1)[:, None]
+        counts_E, loads_NE = _loads(chosen_NE, documents)
         overlap_N1 = (probs_NE * loads_NE).sum(axis=-1, keepdims=True)
-        scale_N1 = (share_N * (probs_NE.shape[-1] / self._num_layers))[:, None]
+        scale = probs_NE.shape[-1] / self._num_layers
         # A layer that is recomputed calls its router again.
-        self._noted.setdefault(number, ((scale_N1 * overlap_N1).sum(), chosen_NE.sum(axis=0)))
+        self._noted.setdefault(number, (scale * overlap_N1.sum(), counts_E))
         if not self._slope_scale:
             return logits
-        slopes_NE = self._slope_scale * scale_N1 * probs_NE * (loads_NE - overlap_N1)
+        slopes_NE = self._slope_scale * scale * probs_NE * (loads_NE - overlap_N1)
         return cast(mx.array, with_slopes(logits, slopes_NE.astype(logits.dtype).reshape(logits.shape)))
+
+
+def _loads(chosen_NE: mx.array, documents: Arrays) -> tuple[mx.array, mx.array]:
+    """Return how often each expert was chosen, and for each token Σ share · f of the documents that it belongs to."""
+    first_N, size_N, share_N = (documents[name] for name in (FIRST, SIZE, SHARE))
+    after_1E = mx.zeros_like(chosen_NE[:1])  # a document that no token is part of
+    counts_NE = mx.concatenate([mx.zeros_like(chosen_NE), after_1E]).at[first_N].add(chosen_NE)
+    if TOKEN in documents:
+        counts_NE = counts_NE.at[documents[DOCUMENT]].add(chosen_NE[documents[TOKEN]])
+    loads_NE = counts_NE[first_N] * (share_N / mx.maximum(size_N, 1))[:, None]
+    if TOKEN in documents:
+        own_NE = mx.concatenate([loads_NE, after_1E])
+        loads_NE = loads_NE.at[documents[TOKEN]].add(own_NE[documents[DOCUMENT]])
+    return counts_NE[:-1].sum(axis=0), loads_NE
 
 
 @mx.custom_function

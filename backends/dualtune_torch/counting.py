@@ -32,6 +32,7 @@ from dualtune.engine.memory.counted import (
 )
 from dualtune.model.experts import DOWN
 from dualtune_torch.checkpointing import decoder_layers
+from dualtune_torch.expert_forms import with_common_forms
 from dualtune_torch.experts import expert_modules, projections
 from dualtune_torch.kernels import attention, blocks
 from dualtune_torch.kernels.attention import DocumentBorders
@@ -285,7 +286,7 @@ def _empty(config: Mapping[str, Any]) -> PreTrainedModel:
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"transformers does not know the model_type {kind}")
     with torch.device("meta"):
-        model = empty_model(CONFIG_MAPPING[kind].from_dict(decoded(dict(config))), DTYPES[0])
+        model = with_common_forms(empty_model(CONFIG_MAPPING[kind].from_dict(decoded(dict(config))), DTYPES[0]))
     model.requires_grad_(False)
     return model.eval()
 

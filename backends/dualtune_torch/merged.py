@@ -15,9 +15,10 @@ from torch import Tensor
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.merge_rounding import ROUNDINGS, Rounding, check_plain, pieces
 from dualtune_torch.dora import DoRALinear
-from dualtune_torch.experts import ExpertLoRA, Projection
+from dualtune_torch.experts import ExpertLoRA
 from dualtune_torch.lora import LoRALinear
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds
+from dualtune_torch.mixture import Projection
 from dualtune_torch.weights.frozen import FrozenLinear, weight_of
 from dualtune_torch.weights.packed import product
 from dualtune_torch.weights.stacks import PackedStack

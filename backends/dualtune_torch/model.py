@@ -23,6 +23,7 @@ from dualtune.model.embeddings import own_head
 from dualtune.model.int8 import is_quantized
 from dualtune.model.targets import is_router
 from dualtune.model.weight_files import BaseWeights, check_complete
+from dualtune_torch.expert_forms import with_common_forms
 from dualtune_torch.experts import expert_modules, has_common_code, packed
 from dualtune_torch.host import streaming
 from dualtune_torch.kernels import allocator
@@ -153,7 +154,7 @@ def _pretrained(
         output_loading_info=True, local_files_only=True, use_safetensors=True, trust_remote_code=False, **options,
     )  # fmt: skip
     _check_loaded(info, weights)
-    return model
+    return with_common_forms(model)
 
 
 def _check_by_headers(config: PreTrainedConfig, weights: BaseWeights) -> None:
@@ -199,7 +200,7 @@ def _config(place: Path, weights: BaseWeights | None = None) -> PreTrainedConfig
 def _random(request: LoadRequest, place: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(request.seed)
     with torch.device(device):
-        return empty_model(_config(place), dtype)
+        return with_common_forms(empty_model(_config(place), dtype))
 
 
 def _module_by_module(
@@ -217,7 +218,7 @@ def _module_by_module(
     if quantization in BITS and (weights is None or not is_packed):
         affine_model.check_family(request.model_dir, config.model_type)
     with torch.device(device), init_empty_weights(include_buffers=False):
-        model = empty_model(config, dtype)
+        model = with_common_forms(empty_model(config, dtype))
     if weights is not None and is_packed:
         affine_model.load(model, weights, dtype, place_on)
         return model

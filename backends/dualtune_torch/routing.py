@@ -71,20 +71,22 @@ class Routing:
         if self._documents is None or not torch.is_grad_enabled():
             return None
         logits, weights, chosen = output
-        first_N, size_N, share_N = self._documents
+        first_N, size_N, share_N, token_M, document_M = self._documents
         with torch.no_grad():
             probs_NE = logits.flatten(0, -2).float().softmax(-1)
             chosen_Nk = chosen.reshape(len(probs_NE), -1)
             chosen_NE = torch.zeros_like(probs_NE).scatter_(-1, chosen_Nk, 1.0) * (size_N > 0).unsqueeze(-1)
-            self._counts_LE[number] += chosen_NE.sum(0)
-            loads_NE = torch.zeros_like(probs_NE).index_add_(0, first_N, chosen_NE)[first_N]
-            loads_NE /= size_N.clamp(min=1).unsqueeze(-1)
+            counts_NE = torch.zeros_like(probs_NE).index_add_(0, first_N, chosen_NE)
+            counts_NE.index_add_(0, document_M, chosen_NE[token_M])
+            self._counts_LE[number] += counts_NE.sum(0)
+            own_NE = counts_NE[first_N] * (share_N / size_N.clamp(min=1)).unsqueeze(-1)
+            loads_NE = own_NE.index_add(0, token_M, own_NE[document_M])
             overlap_N1 = (probs_NE * loads_NE).sum(-1, keepdim=True)
-            scale_N1 = (share_N * (probs_NE.shape[-1] / self._num_layers)).unsqueeze(-1)
-            self._loss += (scale_N1 * overlap_N1).sum()
+            scale = probs_NE.shape[-1] / self._num_layers
+            self._loss += scale * overlap_N1.sum()
             if not self._coefficient or not logits.requires_grad:
                 return None
-            slopes_NE = self._coefficient * self._loss_scale * scale_N1 * probs_NE * (loads_NE - overlap_N1)
+            slopes_NE = self._coefficient * self._loss_scale * scale * probs_NE * (loads_NE - overlap_N1)
         slopes = slopes_NE.to(logits.dtype).view_as(logits)
         return logits, _WithSlopes.apply(weights, logits, slopes), chosen
 

@@ -87,7 +87,9 @@ def import_(file: Path, trainer: str | None, output: Path | None) -> None:
         write_file(output, text)
         say(f"written         {output}: {len(imported.settings)} values from {imported.trainer}", err=True)
     for lost in imported.lost:
-        say(one_line(f"not translated  {lost.key}: {lost.value}. {lost.reason[0].upper()}{lost.reason[1:]}"), err=True)
+        is_key = "." in lost.reason.partition(" ")[0]
+        reason = lost.reason if is_key else f"{lost.reason[0].upper()}{lost.reason[1:]}"
+        say(one_line(f"not translated  {lost.key}: {lost.value}. {reason}"), err=True)
 
 
 def _count_layers(model: str) -> int | None:

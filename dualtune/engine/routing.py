@@ -21,9 +21,12 @@ With p the probabilities of a token and n the tokens of its document, both engin
 
     coefficient · weight / divisor · E / (L · n) · p · (f - Σ_e p_e · f_e)
 
-and to the loss the same with Σ_e p_e · f_e in the place of the last two factors. Padding takes no part.
+and to the loss the same with Σ_e p_e · f_e in the place of the last two factors. Padding takes no part. A token that is
+computed once for several documents (`Batch.parents_BT`) is one of each: its choice counts in all of their f, and it
+gets the sum of what they add, which is this with Σ_documents weight · f / n in the place of weight · f / n.
 
-Legend: N tokens of a micro-batch with its padding, row after row; E experts, L layers with routers.
+Legend: N tokens of a micro-batch with its padding, row after row; M times that a token belongs to a document of which
+it is not a part; E experts, L layers with routers.
 """
 
 from __future__ import annotations
@@ -34,11 +37,11 @@ from typing import Any, NamedTuple, SupportsFloat
 import numpy as np
 
 from dualtune.base.errors import ConfigError
-from dualtune.engine.backend import Batch, CannotShare, routing_weights
+from dualtune.engine.backend import Batch, routing_weights
+from dualtune.engine.documents import branches_of
 from dualtune.model.config_file import decoder_table
 
 KEY = "train.router_aux_loss_coef"
-NEEDS_WHOLE_DOCUMENTS = f"the load of experts is that of whole documents ({KEY})"
 # Families whose routers send a token to the k experts with the largest logits, or of ERNIE 4.5 with the largest sums of
 # softmax and correction, and weigh them by the softmax.
 FAMILIES = frozenset(
@@ -72,28 +75,45 @@ def experts_of_token(config: Mapping[str, Any], coefficient: float) -> int:
 
 
 class DocumentShares(NamedTuple):
-    """What the loss needs to know of each token of a micro-batch."""
+    """What the loss needs to know of each token of a micro-batch.
+
+    A document is known by the place of its first token here, which is not its first one if it lacks its beginning.
+    """
 
     first_N: np.ndarray  # int32, the place of its document's first token; of padding its own
-    size_N: np.ndarray  # float32, the number of its document's tokens; 0: it is padding
+    size_N: np.ndarray  # float32, the number of its document's tokens, shared ones included; 0: it is padding
     share_N: np.ndarray  # float32, the weight of its document's targets, by the divisor and that number of tokens
+    token_M: np.ndarray  # int32, the places of tokens that documents share with their parents,
+    document_M: np.ndarray  # and those of these documents
 
 
 def document_shares(batch: Batch, divisor: float) -> DocumentShares:
     """Return what the loss needs to know of a micro-batch, of whose step `divisor` is the weight of all targets."""
-    if batch.parents_BT is not None:
-        raise CannotShare(NEEDS_WHOLE_DOCUMENTS)
     segments_BT = batch.segments_BT
     is_first_BT = np.diff(segments_BT, axis=1, prepend=-1) != 0
     number_N = np.cumsum(is_first_BT.ravel()) - 1  # of the document, or of the padding of a row
     is_token_N = segments_BT.ravel() > 0
-    sizes = np.bincount(number_N, is_token_N)
+    token_M, document_M = _shared(batch)
+    sizes = np.bincount(number_N, is_token_N) + np.bincount(number_N[document_M], minlength=number_N[-1] + 1)
     weights = np.bincount(number_N, routing_weights(batch).ravel())
     first_N = np.where(is_token_N, np.flatnonzero(is_first_BT)[number_N], np.arange(number_N.size))
     share = weights / np.maximum(sizes, 1) / divisor
     return DocumentShares(
-        first_N.astype(np.int32), sizes[number_N].astype(np.float32), (share[number_N] * is_token_N).astype(np.float32)
+        first_N.astype(np.int32),
+        (sizes[number_N] * is_token_N).astype(np.float32),
+        (share[number_N] * is_token_N).astype(np.float32),
+        token_M.astype(np.int32),
+        document_M.astype(np.int32),
     )
+
+
+def _shared(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Return each token that a document shares with its parent, and this document's first token in its row."""
+    branches, width = branches_of(batch), batch.segments_BT.shape[1]
+    tokens = [branch.row * width + np.arange(branch.origin, branch.origin + branch.shared) for branch in branches]
+    documents = [np.full(branch.shared, branch.row * width + branch.start) for branch in branches]
+    none = np.zeros(0, np.int64)
+    return np.concatenate([none, *tokens]), np.concatenate([none, *documents])
 
 
 def routing_metrics(loss: SupportsFloat, busiest: SupportsFloat, idle: SupportsFloat) -> dict[str, SupportsFloat]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError
 from dualtune.model.beside import NOTHING, PREFIX, BesideAdapter, parse_beside
-from dualtune.model.experts import collapsed
+from dualtune.model.experts import collapsed, without_number
 from dualtune.model.merge_rounding import MergeFor
 from dualtune.model.methods import FULL, INITS, KEPT_INITS, METHODS
 from dualtune.model.methods.method import Method
@@ -99,6 +99,7 @@ class AdapterSpec:
 
     def renamed(self, names: Mapping[str, str]) -> AdapterSpec:
         """Return the spec with other whole paths; what is the end of a path stays."""
+        names = {without_number(old): without_number(new) for old, new in names.items()} | {**names}
         return replace(
             self,
             targets=tuple(names.get(target, target) for target in self.targets),

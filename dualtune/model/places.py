@@ -31,7 +31,7 @@ from dualtune.model.formats.naming import (
     canonical_parameter,
     rename_modules,
 )
-from dualtune.model.formats.stacks import taking_turns
+from dualtune.model.formats.stacks import in_form_of
 from dualtune.model.targets import is_embedding, is_expert, is_head, is_in_router, is_text, matched, position_of
 from dualtune.model.weight_files import has_weights, weights_in
 
@@ -99,8 +99,15 @@ _EXPERT = re.compile(r"\.experts\.|\.(shared_experts?|switch_mlp)\.|\.router\.")
 MLX_TEXT, PEFT_TEXT = "language_model.model.", "model.language_model."
 # What mlx-lm calls the experts of a layer in these families; switch_mlp in all others. And families in whose parameters
 # of transformers gate and up take turns (`is_concatenated` of `use_experts_implementation`).
-MLX_EXPERTS = {"gpt_oss": "experts", "afmoe": "experts", "llama4_text": "experts", "gemma4_text": "switch_glu"}
+MLX_EXPERTS = {
+    "gpt_oss": "experts", "afmoe": "experts", "llama4": "experts", "llama4_text": "experts",
+    "gemma4_text": "switch_glu",
+}  # fmt: skip
 INTERLEAVED = frozenset({"gpt_oss"})
+# Families whose stacks transformers stores as [in, out], which PEFT 0.21 knows by an attribute that these lack.
+TURNED = frozenset({"llama4", "llama4_text"})
+# Families whose text part has experts beside those for images, and where transformers keeps the former.
+WITHIN = {"ernie4_5_vl_moe": "text_moe"}
 # Families whose routers hold their matrix in mlx-lm, instead of a linear layer that does.
 MLX_ROUTERS = frozenset(
     {
@@ -157,19 +164,26 @@ def naming_of(directory: Path, modules: Collection[str]) -> Naming:
     of_text = cast("dict[str, Any]", nested).get("model_type") if isinstance(nested, dict) else family
     own_router = routes and of_text in MLX_ROUTERS
     return Naming(
-        peft, mlx, any(map(_EXPERT.search, stored)), towers, tuple(notes), experts=expert_names(family, stored),
+        peft, mlx, any(map(_EXPERT.search, stored)), towers, tuple(notes), experts=expert_names(config, stored),
         own_router=own_router,
     )  # fmt: skip
 
 
-def expert_names(family: str, stored: Iterable[str]) -> ExpertNames:
+def expert_names(config: Mapping[str, Any], stored: Iterable[str]) -> ExpertNames:
     """Return what the files of a base call the projections of experts, and where other programs hold them."""
+    family, idle = str(config.get("model_type")), config.get("zero_expert_num")
+    form = ExpertNames(
+        interleaved=family in INTERLEAVED,
+        mlx=MLX_EXPERTS.get(family, "switch_mlp"),
+        turned=family in TURNED,
+        idle=idle if family == "longcat_flash" and isinstance(idle, int) else 0,
+        within=WITHIN.get(family, ""),
+    )
     found = {expert.name for name in stored if (expert := expert_of(name.removesuffix(".weight")))}
     roles = {ROLES[name]: name for name in found if name in ROLES}
-    mlx, interleaved = MLX_EXPERTS.get(family, "switch_mlp"), family in INTERLEAVED
     if not roles:  # there are none, or stacks of them, whose parts have the names of the roles
-        return ExpertNames(interleaved=interleaved, mlx=mlx)
-    return ExpertNames(roles.get(GATE, ""), roles.get(UP, UP), roles.get(DOWN, DOWN), interleaved, mlx)
+        return form
+    return replace(form, gate=roles.get(GATE, ""), up=roles.get(UP, UP), down=roles.get(DOWN, DOWN))
 
 
 def in_names_of(adapter: Adapter, directory: Path) -> Adapter:
@@ -183,10 +197,11 @@ def in_names_of(adapter: Adapter, directory: Path) -> Adapter:
     adapter = _with_ties(adapter, directory)
     modules = [*dict.fromkeys(filter(None, map(owner_of, adapter.tensors)))]
     tensors = weights_in(directory).tensors
-    experts = expert_names(str(read_config(directory).get("model_type")), tensors)
-    if experts.interleaved and adapter.layout == "peft" and not adapter.naming.experts.interleaved:
-        turned = taking_turns(adapter.tensors, experts)
-        adapter = replace(adapter, tensors=turned, naming=replace(adapter.naming, experts=experts))
+    experts = expert_names(read_config(directory), tensors)
+    if adapter.layout == "peft" and adapter.naming.experts == ExpertNames():
+        own = in_form_of(adapter.tensors, experts)
+        if own is not adapter.tensors:
+            adapter = replace(adapter, tensors=own, naming=replace(adapter.naming, experts=experts))
     stored = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
     names = file_names(modules, stored)
     if all(old == new for old, new in names.items()):

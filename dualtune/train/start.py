@@ -11,7 +11,6 @@ from dualtune.config.rates import far_rate
 from dualtune.data.documents import Show
 from dualtune.data.preview import counts
 from dualtune.engine.backend import Engine, LoadRequest, SharedBase
-from dualtune.engine.routing import NEEDS_WHOLE_DOCUMENTS
 from dualtune.model.config_file import ignored_code, read_config
 from dualtune.model.embeddings import untied_head
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
@@ -83,10 +82,7 @@ def share_beginnings(engine: Engine, prepared: Prepared) -> None:
         parts = [prepared.data.train]
     if not parts:
         return
-    if prepared.config.train.router_aux_loss_coef is None:
-        reason = why_not_shared(engine, prepared.backend)
-    else:
-        reason = NEEDS_WHOLE_DOCUMENTS
+    reason = why_not_shared(engine, prepared.backend)
     if prepared.team.agree(reason is not None):
         reason = reason or "another process cannot compute it once"
     for documents in parts:
@@ -139,7 +135,7 @@ def _goes_on_with(begun: Checkpoint, settings: Mapping[str, float | None]) -> st
         for name, value in settings.items()
         if name in before and before[name] != value
     ]
-    return f"{text}; its constants are others now: {', '.join(changes)}" if changes else text
+    return f"{text}; these of its constants have changed: {', '.join(changes)}" if changes else text
 
 
 def log_start(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine, naming: Naming | None) -> None:

@@ -122,6 +122,11 @@ def lost(imported):
           "data.eval": {"path": "o/n", "subset": "main", "split": "test"}}),
         ("TRL", {"datasets": [{"path": "a/b"}, {"path": "json", "data_files": "c.jsonl"}], "test_split_size": 0.2},
          {"data.train": [{"path": "a/b"}, {"path": "c.jsonl"}], "data.eval": 0.2}),
+        ("TRL", {"dataset_mixture": {"datasets": [{"id": "a/b", "config": "c", "split": "s", "columns": ["chosen"],
+                                                   "weight": 0.5}, {"id": "d/e", "weight": 1.0}],
+                                     "test_split_size": 0.1, "seed": 0}, "loss_type": "apo_zero"},
+         {"data.train": [{"path": "a/b", "subset": "c", "split": "s", "weight": 0.5}, {"path": "d/e"}],
+          "data.eval": 0.1, "preference.loss": "apo_zero"}),
         ("TRL", {"report_to": ["wandb", "tensorboard"], "bf16": False},
          {"run.track": ["wandb", "tensorboard"], "model.dtype": "float32"}),
         ("TRL", {"loss_type": "sigmoid"},
@@ -186,6 +191,9 @@ def test_values_become_ours(translate, trainer, more, ours):
         ("TRL", {"load_in_4bit": True}, {"use_bnb_nested_quant", "lora_target_modules"}),
         ("TRL", {"max_length": None, "packing_strategy": "wrapped", "packing": False},
          {"max_length", "lora_target_modules"}),
+        ("TRL", {"dataset_mixture": {"datasets": [{"id": "a/b", "weight": 0.5, "shards": 2}], "test_split_size": 2000}},
+         {"dataset_mixture.datasets[0].weight", "dataset_mixture.datasets[0].shards", "dataset_mixture.test_split_size",
+          "lora_target_modules"}),
         ("TRL", {"assistant_only_loss": False}, {"completion_only_loss", "lora_target_modules"}),
         # names that are the beginning of others: none is taken for said
         ("TRL", {"r": 3, "lora": 1, "data": 2}, {"r", "lora", "data", "lora_target_modules"}),
@@ -222,6 +230,7 @@ def test_what_is_not_here_is_named(translate, trainer, more, named):
         ("LLaMA-Factory", {"finetuning_type": "oft"}, "finetuning_type: got 'oft'"),
         ("LLaMA-Factory", {"do_train": False}, "do_train: got false"),
         ("TRL", {"beta": 0.1}, "beta: got 0.1, it belongs to dpo"),
+        ("TRL", {"dataset_mixture": {"datasets": [{"path": "a"}]}}, "dataset_mixture: got a mapping, must have a list"),
         ("TRL", {"loss_type": "exo_pair"}, "loss_type: got 'exo_pair', it cannot be translated, allowed are nll"),
         ("TRL", {"loss_type": []}, "loss_type: got an empty list, must be the name of a loss"),
         ("TRL", {"loss_type": ["sigmoid", "bco_pair"]}, "loss_type: got a list, allowed are sigmoid"),
@@ -334,8 +343,9 @@ def test_training_on_samples_of_trl_and_of_those_who_follow_it(translate):
         "rollouts.max_tokens": 256, "rollouts.clip_low": 0.2, "rollouts.clip_high": 0.28, "rollouts.kl": 0.04,
         "rollouts.updates": 2, "rollouts.advantage_scale": "step", "train.learning_rate": 1e-6,
     }.items() <= values.items()  # fmt: skip
-    values, _ = translate("TRL", {"reward_funcs": "f", "loss_type": "cispo", "epsilon_high": 5.0})
+    values, _ = translate("TRL", {"reward_funcs": "f", "loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1})
     assert (values["train.objective"], values["rollouts.clip_high"]) == ("cispo", 4.0)
+    assert values["rollouts.clip_low"] == "auto"
     rloo = {"train.objective": "rloo", "rollouts.samples": 2, "rollouts.max_tokens": 512, "rollouts.kl": 0.05,
             "rollouts.clip_low": 0.2, "rollouts.clip_high": 0.2, "train.documents_per_step": 8}  # fmt: skip
     for own in ({"loss_type": "rloo"}, {"reward_clip_range": [0, 1]}, {"normalize_advantages": True}):

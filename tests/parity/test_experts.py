@@ -83,8 +83,9 @@ class Mixture(torch.nn.Module):
 
 
 def adapted_mixture(E, **form):
-    from dualtune_torch.experts import AdaptedExperts, ExpertLoRA, Projection
+    from dualtune_torch.experts import AdaptedExperts, ExpertLoRA
     from dualtune_torch.methods import DropoutSeeds
+    from dualtune_torch.mixture import Projection
 
     torch.manual_seed(0)
     base, seeds = Mixture(E, 6, 8, **form).requires_grad_(False), DropoutSeeds()

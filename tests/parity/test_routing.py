@@ -16,7 +16,7 @@ from dualtune.engine.card import ActivationCheckpointing
 from dualtune.engine.routing import BUSIEST, IDLE, LOSS
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.conformance import assert_close, assert_equal, gradient, random_adapter
-from dualtune.engine.testing.tiny_models import pack, row_of
+from dualtune.engine.testing.tiny_models import pack, row_of, with_common_beginning
 from dualtune.model.adapter import AdapterSpec, modules_of, tensor_name
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.show.report.run_files import read_run
@@ -181,6 +181,28 @@ def test_a_step_is_the_same_however_its_documents_lie(balanced, models, name):
         slopes, measured = stepped(other, *parts)
         assert_close(slopes, expected, tolerances.GRADIENT)
         assert measured == pytest.approx(metrics, rel=1e-5)
+
+
+@pytest.mark.parametrize("shared", [(3, 3, 3), (3, 2, 3)], ids=["alike", "of_two_lengths"])
+@pytest.mark.parametrize("name", ["torch", "mlx"])
+def test_a_beginning_that_is_computed_once_counts_for_each_document(balanced, models, name, shared):
+    """Against whole documents, each alone in float64; the loss of a document weighs as the objective's targets do."""
+    engine, seen = balanced(name, "mixtral"), np.array([0, 0, *shared])
+    apart = with_common_beginning(LENGTHS, tiny_families.VOCAB, 3)[1]
+    weights = np.random.default_rng(0).uniform(0.5, 2, apart.labels_BT.shape).astype(np.float32)
+    apart = replace(apart, weights_BT=weights)
+    whole = pack(apart, [range(len(LENGTHS))], pad=3)
+    keep = (whole.segments_BT[0] == 0) | (whole.positions_BT[0] >= seen[whole.segments_BT[0]])
+    once = replace(whole, **{
+        field: array[:, keep] for field in whole.__slots__ if isinstance(array := getattr(whole, field), np.ndarray)
+    })  # fmt: skip
+    once = replace(once, parents_BT=(once.segments_BT > 1).astype(np.int32))
+    assert once.num_computed == apart.num_computed - sum(shared) and once.total_weight == apart.total_weight
+    expected, aux = oracle(models("mixtral"), engine.adapter_state(), SPEC.scale, apart, COEFFICIENT)
+    slopes, metrics = stepped(engine, once)
+    assert_close(slopes, expected, tolerances.GRADIENT)
+    assert metrics[LOSS] == pytest.approx(aux, rel=1e-5)
+    assert metrics == pytest.approx(stepped(engine, apart)[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["torch", "mlx"])

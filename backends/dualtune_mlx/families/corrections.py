@@ -107,6 +107,18 @@ def _llama4(model: Any, config: Mapping[str, Any]) -> None:
             layer.self_attn.rope = NormedRotary(layer.self_attn.rope, layer.args.rms_norm_eps)
 
 
+LATENT_EPS = 1e-6  # of transformers' LongcatFlashRMSNorm
+
+
+def _longcat_flash(model: Any, config: Mapping[str, Any]) -> None:
+    """mlx-lm norms the latent states with its own default (`longcat_flash.py`: 1e-5), transformers with its own."""
+    for layer in model.layers:
+        for attention in layer.self_attn:
+            for norm in (attention.kv_a_layernorm, getattr(attention, "q_a_layernorm", None)):
+                if norm is not None:
+                    norm.eps = LATENT_EPS
+
+
 def _phi3small(model: Any, config: Mapping[str, Any]) -> None:
     raise ConfigError(
         "model.name: mlx-lm computes wrong numbers for a Phi-3 small (phi3small.py: layers with sparse attention add "
@@ -156,6 +168,7 @@ CORRECTIONS: dict[str, Correction] = {
     "jamba": _jamba,
     "llama4": _llama4,
     "llama4_text": _llama4,
+    "longcat_flash": _longcat_flash,
     "minicpm3": _minicpm3,
     "phi3small": _phi3small,
 }

@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
+    ErnieFuseAndSplitTextVisionExperts,
     MergeModulelist,
     Split,
     Transpose,
@@ -36,7 +37,8 @@ from dualtune.model.experts import UP
 from dualtune.model.merging import stored_bytes
 from dualtune.model.places import FilePlace
 from dualtune.model.weight_files import BaseWeights
-from dualtune_torch.experts import GATE_UP, Projection, projections
+from dualtune_torch.experts import projections
+from dualtune_torch.mixture import GATE_UP, Projection
 
 
 def find_places(
@@ -92,7 +94,7 @@ def trained_parts(model: PreTrainedModel, base: BaseWeights) -> dict[str, dict[s
     A parameter that is made of them in another way is left out.
     """
     stored, joined = stored_names(model, base), joined_experts(model, base)
-    parts: dict[str, dict[str, tuple[int, ...]]] = {}
+    parts = joined_rows(model, base)
     for name, parameter in model.named_parameters():
         if name in joined:
             ordered = sorted(joined[name], key=lambda part: part[0].start or 0)
@@ -101,6 +103,16 @@ def trained_parts(model: PreTrainedModel, base: BaseWeights) -> dict[str, dict[s
         elif name in stored:
             parts[name] = {stored[name]: tuple(parameter.shape)}
     return parts
+
+
+def joined_rows(model: PreTrainedModel, base: BaseWeights) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the tensors that follow each other in a parameter along its first axis, with their shapes."""
+    found: dict[str, list[tuple[int, list[int | str], str]]] = defaultdict(list)
+    for name, target, pattern, converter in _targets(model, base, dict.fromkeys(model.state_dict(), True)):
+        operation: Any = converter.operations[0] if converter and len(converter.operations) == 1 else None
+        if converter and pattern and isinstance(operation, Concatenate) and operation.dim == 0:
+            found[target].append((converter.source_patterns.index(pattern), dot_natural_key(name), name))
+    return {target: {name: base.tensors[name].shape for *_, name in sorted(own)} for target, own in found.items()}
 
 
 def expert_places(model: PreTrainedModel, base: BaseWeights, *, strict: bool = True) -> dict[str, list[FilePlace]]:
@@ -127,12 +139,16 @@ def expert_places(model: PreTrainedModel, base: BaseWeights, *, strict: bool = T
 
 
 def joined_experts(model: PreTrainedModel, base: BaseWeights) -> dict[str, list[tuple[slice, list[str]]]]:
-    """Return the parameters of experts that files hold one by one: for each, which of its rows are which tensors."""
+    """Return the parameters of experts that files hold one by one: for each, which of its rows are which tensors.
+
+    A parameter with matrices that belong to no expert is left out.
+    """
     parts: dict[str, list[tuple[slice, list[str]]]] = defaultdict(list)
     found = projections(model, strict=False)
     for path, places in expert_places(model, base, strict=False).items():
-        if all(place == FilePlace(place.tensor) for place in places):
-            projection = found[path]
+        projection = found[path]
+        is_all = projection.count == getattr(projection.experts, projection.parameter).shape[0]
+        if is_all and all(place == FilePlace(place.tensor) for place in places):
             rows = slice(*projection.rows) if projection.rows is not None else slice(None)
             parts[f"{path.rpartition('.')[0]}.{projection.parameter}"].append((rows, [p.tensor for p in places]))
     return {name: own for name, own in parts.items() if len(own) == (2 if name.endswith(GATE_UP) else 1)}
@@ -159,10 +175,15 @@ def _of_experts(
     assert converter is not None
     patterns = converter.source_patterns
     joined = [MergeModulelist, Concatenate] if projection.is_half else [MergeModulelist]
-    if operations != joined or len(patterns) != 1 + projection.is_half or projection.experts.is_transposed:
+    # Experts for images come after as many for text in one list: the conversion's first target.
+    is_split = operations == [ErnieFuseAndSplitTextVisionExperts] and len(converter.target_patterns) == 2
+    is_known = is_split or operations == joined
+    if not is_known or len(patterns) != 1 + projection.is_half or projection.experts.is_transposed:
         return []
     names = sorted(sources[patterns[projection.role == UP and projection.is_half]], key=dot_natural_key)
-    return [FilePlace(name) for name in names] if len(names) == projection.count else []
+    stacked = getattr(projection.experts, projection.parameter).shape[0]  # with matrices that no expert has
+    allowed = {2 * projection.count} if is_split else {projection.count, stacked}
+    return [FilePlace(name) for name in names[: projection.count]] if len(names) in allowed else []
 
 
 def _converted(

@@ -45,7 +45,7 @@ TRACKERS = ("wandb", "mlflow", "trackio", "tensorboard")
 OTHER_TRACKERS = "run.track knows trackio, wandb, mlflow and tensorboard; every number is in metrics.jsonl"
 NAMED_OUTSIDE = "a tracker's own environment variables say it, such as WANDB_PROJECT"
 DETECTED = "the format is detected from the columns; allowed are the formats of data.format"
-OF_SOURCES = "a source has only path, subset, split, format, columns and weight"
+OF_SOURCES = "a source has only path, subset, split, format, columns, roles, consecutive and weight"
 
 
 def lora(file: ForeignFile, rank: str, alpha: str, dropout: str) -> Settings:

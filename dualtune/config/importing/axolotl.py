@@ -54,7 +54,8 @@ _OWN_TYPE = {"field_instruction": "instruction", "field_input": "input", "field_
              "field_system": "system"}  # fmt: skip
 _READ = {"path", "name", "split", "type", "data_files", "ds_type", "field", "field_messages", "field_tools",
          "message_field_role", "message_field_content", "message_property_mappings",
-         "chat_template_kwargs"}  # fmt: skip
+         "chat_template_kwargs", "roles"}  # fmt: skip
+_ROLES = ("system", "user", "assistant", "tool")
 _OF_PAIRS = {"field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
 _OWN_PAIRS = {"field_system": "system", "field_prompt": "prompt", "field_chosen": "chosen",
               "field_rejected": "rejected", "field_completion": "completion", "field_label": "label"}  # fmt: skip
@@ -151,19 +152,41 @@ def _sources(file: ForeignFile, key: str) -> list[dict[str, Any]]:
     for index, entry in enumerate(cast(list[Any], entries)):
         if not isinstance(entry, dict):
             raise file.wrong(key, "must be a list of mappings")
-        sources += _source(file, f"{key}[{index}]", cast(dict[str, Any], entry))
+        for source in _source(file, f"{key}[{index}]", cast(dict[str, Any], entry)):
+            # Of a data set that is listed twice every row comes twice.
+            if (same := next((i for i, other in enumerate(sources) if _is_same(other, source)), None)) is None:
+                sources.append(source)
+            elif key == "datasets":
+                sources[same] = sources[same] | {"weight": sources[same].get("weight", 1) + 1}
     return sources
+
+
+def _is_same(source: dict[str, Any], other: dict[str, Any]) -> bool:
+    return {key: value for key, value in source.items() if key != "weight"} == other
 
 
 def _source(file: ForeignFile, where: str, entry: dict[str, Any]) -> list[dict[str, Any]]:
     _report_other_keys(file, where, entry)
     format, columns = _layout(file, where, entry)
-    options = {"format": format, "columns": columns}
+    options = {"format": format, "columns": columns, "roles": _roles(file, where, entry)}
     if (files := entry.get("data_files")) is None or not files:
         options |= {"subset": entry.get("name"), "split": entry.get("split")}
         files = [entry.get("path")]
     paths: list[Any] = [files] if isinstance(files, str) else cast(list[Any], files)
     return [{"path": path} | {key: value for key, value in options.items() if value} for path in paths]
+
+
+def _roles(file: ForeignFile, where: str, entry: dict[str, Any]) -> dict[str, str]:
+    """Return the names of roles that are not ours; axolotl lists them for each of its roles."""
+    roles: dict[str, str] = {}
+    for role, names in table_in(entry.get("roles")).items():
+        listed = cast(list[Any], names) if isinstance(names, list) else [names]
+        if role not in _ROLES or not all(isinstance(name, str) for name in listed):
+            reason = f"roles are {', '.join(_ROLES)}, each with a list of names"
+            file.lose(f"{where}.roles.{role}", reason, value=names)
+            continue
+        roles |= {name: role for name in listed if name != role}
+    return roles
 
 
 def _layout(file: ForeignFile, where: str, entry: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
@@ -271,7 +294,10 @@ def _method(file: ForeignFile) -> Settings:
         if key in file and not is_off(file.get(key)):
             raise file.wrong(key, "cannot be translated: rewards and streams are not supported yet")
     if _compared(file) not in (None, "grpo", *_PREFERENCES):
-        raise file.wrong("rl", f"cannot be translated: {NO_REWARDS}; allowed are grpo, ipo, {', '.join(_PREFERENCES)}")
+        allowed = f"allowed are grpo, ipo, {', '.join(_PREFERENCES)}"
+        raise file.wrong(
+            "rl", f"cannot be translated, {allowed}; the nearest is grpo, with rewards in trl.reward_funcs"
+        )
     if "adapter" not in file:
         file.skip_all(f"{_LORA} peft_use_dora {_TARGETS}", "without an adapter it has no meaning")
         return {"adapter.method": Note("full", "no adapter: all parameters are trained")}

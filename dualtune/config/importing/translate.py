@@ -208,5 +208,6 @@ def _record(key: str, value: Any, rules: tuple[Rule, ...], result: ImportedConfi
     elif rule is not None and rule.convert is not None:
         is_needless, reason = True, "it changes nothing, given the other keys"
     elif rule is not None:
-        is_needless, reason = rule.is_needless, f"{rule.note}; see {rule.keys}" if rule.keys else rule.note
+        see = f"; see {rule.keys}" if rule.keys and rule.keys not in rule.note else ""
+        is_needless, reason = rule.is_needless, f"{rule.note}{see}"
     (result.needless if is_needless else result.lost).append(Untranslated(key, shown(value), reason))

@@ -14,6 +14,7 @@ from dualtune.config.importing.arguments import (
     OF_SOURCES,
     Arguments,
     dora,
+    held_out,
     listed,
     lora,
     module_names,
@@ -30,6 +31,7 @@ from dualtune.config.importing.table import (
     is_off,
     needless,
     renamed,
+    table_in,
     translated,
 )
 
@@ -197,8 +199,13 @@ def _targets(file: ForeignFile) -> Settings:
 def _data(file: ForeignFile) -> Settings:
     if "datasets" in file:
         return _mixture(file)
+    if "dataset_mixture" in file:
+        return _handbook_mixture(file)
     if (name := file.text("dataset_name")) is None:
-        raise file.wrong("dataset_name", "must be a data set, or give a list of datasets")
+        raise file.wrong(
+            "dataset_name",
+            "must be a data set, or give a list in datasets, or in dataset_mixture as the alignment handbook does",
+        )
     subset = {"subset": file.text("dataset_config")} if "dataset_config" in file else {}
     split = {"split": file.text("dataset_train_split")} if "dataset_train_split" in file else {}
     names = ("dataset_name", "dataset_config", "dataset_train_split")
@@ -225,6 +232,33 @@ def _mixture(file: ForeignFile) -> Settings:
     share = file.number("test_split_size") if "test_split_size" in file else 0
     train = sources[0] if len(sources) == 1 else sources
     return {"data.train": file.note(train, "datasets"), "data.eval": file.note(share, "test_split_size")}
+
+
+def _handbook_mixture(file: ForeignFile) -> Settings:
+    """Translate `dataset_mixture` of the alignment handbook, whose scripts read TRL's files."""
+    key, sources = "dataset_mixture", list[dict[str, Any]]()
+    entries = table_in(file.get(key)).get("datasets")
+    tables = [table_in(entry) for entry in cast(list[Any], entries)] if isinstance(entries, list) else []
+    if not tables or not all(isinstance(entry.get("id"), str) for entry in tables):
+        raise file.wrong(key, "must have a list `datasets`, each with an id")
+    for index, entry in enumerate(tables):
+        part = {"subset": entry.get("config"), "split": entry.get("split"), "weight": entry.get("weight")}
+        if part["weight"] == 1:
+            del part["weight"]
+        elif part["weight"] is not None:
+            reason = "each epoch takes this share of the rows, which is not the same in all of them, as it is there"
+            file.lose(f"{key}.datasets[{index}].weight", reason, part["weight"])
+        sources.append({"path": entry["id"]} | {name: value for name, value in part.items() if value is not None})
+        for name in entry.keys() - {"id", "config", "split", "columns", "weight"}:
+            file.lose(f"{key}.datasets[{index}].{name}", OF_SOURCES, entry[name])
+    share = file.get(f"{key}.test_split_size")
+    evaluation = (
+        held_out(file, f"{key}.test_split_size") if share is not None else {"data.eval": Note(0, "no test split")}
+    )
+    file.skip_all("dataset_name dataset_config dataset_train_split dataset_test_split", f"{key} wins over it")
+    if f"{key}.seed" in file:
+        file.skip(f"{key}.seed", "run.seed orders the rows")
+    return {"data.train": Note(sources[0] if len(sources) == 1 else sources, key), **evaluation}
 
 
 def _columns(file: ForeignFile) -> Settings:
@@ -292,8 +326,10 @@ RULES = (
                "adapter.rank, adapter.alpha, adapter.dropout, adapter.scaling", _adapter),
     translated("lora_target_modules lora_target_parameters", "adapter.targets, adapter.experts", _targets,
                "`all-linear`, or a list of names; of parameters, the stacks of experts"),
-    translated("dataset_name dataset_config dataset_train_split dataset_test_split datasets test_split_size",
-               "data.train, data.eval", _data, "a name, a file or a directory; the test split only if it is evaluated"),
+    translated("dataset_name dataset_config dataset_train_split dataset_test_split datasets test_split_size "
+               "dataset_mixture",
+               "data.train, data.eval", _data, "a name, a file or a directory; the test split only if it is evaluated; "
+               "`dataset_mixture` is that of the alignment handbook"),
     translated("dataset_text_field", "data.columns", _columns, "`{text: …}`"),
     translated("assistant_only_loss completion_only_loss", "data.loss_on", _loss_on,
                "`assistant`; templates need no `generation` tag"),

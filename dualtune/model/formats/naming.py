@@ -96,6 +96,7 @@ def stored_bias(name: str, tensors: Iterable[str]) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 Prefixes = tuple[tuple[str, str], ...]  # of canonical names -> of the tool's
 
+MAX_IDLE = 99_999  # matrices that belong to no expert
 # PEFT 0.21 takes linear layers with these names for experts wherever a model with experts has them, and drops their
 # adapters: `_MOE_TARGET_MODULE_MAPPING` in peft/utils/transformers_weight_conversion.py. As parameters it keeps them.
 EXPERT_NAMES = frozenset({"gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3"})
@@ -110,13 +111,29 @@ class ExpertNames:
     down: str = DOWN
     interleaved: bool = False  # whether gate and up take turns in transformers' parameter, else they are its halves
     mlx: str = "switch_mlp"  # what mlx-lm calls the experts of a layer
+    turned: bool = False  # whether PEFT takes [in, out], as transformers stores the matrices, for [out, in]
+    idle: int = 0  # matrices of transformers' gate and up, after those of experts, that belong to none
+    within: str = ""  # what transformers has between a layer's mixture and its experts
+
+    def as_json(self) -> dict[str, Any]:
+        new = ("turned", "idle", "within")
+        return {name: value for name, value in asdict(self).items() if value or name not in new}
 
     def of(self, role: str) -> str:
         return {GATE: self.gate, UP: self.up, DOWN: self.down}[role]
 
     def in_transformers(self, container: str) -> str:
         """Return what transformers calls a mixture: it renames those whose files have w1, w2 and w3."""
-        return container if self.gate == GATE else in_transformers(container)
+        return self.in_peft(container) if self.gate == GATE else in_transformers(container)
+
+    def in_peft(self, container: str) -> str:
+        """Return the path of a mixture in the tensors of PEFT, which renames as transformers does but adds nothing."""
+        return self.in_files(container).removesuffix("experts") + f"{self.within}.experts".removeprefix(".")
+
+    def in_files(self, container: str) -> str:
+        """Return the path of a mixture in the base's files."""
+        inner = f".{self.within}.experts"
+        return container.removesuffix(inner) + ".experts" if self.within and container.endswith(inner) else container
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +154,7 @@ class Naming:
     def as_json(self) -> dict[str, Any]:
         """Return what is kept in dualtune.json: the fields that say something."""
         values = {name: value for name, value in asdict(self).items() if value and name != "experts"}
-        return values if self.experts == ExpertNames() else values | {"experts": asdict(self.experts)}
+        return values if self.experts == ExpertNames() else values | {"experts": self.experts.as_json()}
 
     def prefixes(self, layout: str) -> Prefixes:
         return self.mlx if layout == "mlx" else self.peft
@@ -169,11 +186,15 @@ def read_naming(manifest: Mapping[str, Any], where: object) -> Naming:
 
 def _expert_names(table: Mapping[str, Any], where: object) -> ExpertNames:
     names = fields.subtable(table, "experts", where)
-    texts = {key: names[key] for key in ("gate", "up", "down", "mlx") if key in names}
+    texts = {key: names[key] for key in ("gate", "up", "down", "mlx", "within") if key in names}
     for key, value in texts.items():
-        if not isinstance(value, str) or not (is_module_path(value) or (key == "gate" and not value)):
+        if not isinstance(value, str) or not (is_module_path(value) or (key in ("gate", "within") and not value)):
             raise fields.wrong(where, f"naming.experts.{key}", value, "the name of a module")
-    return ExpertNames(**texts, interleaved=names.get("interleaved") is True)
+    idle = names.get("idle", 0)
+    if type(idle) is not int or not 0 <= idle <= MAX_IDLE:
+        raise fields.wrong(where, "naming.experts.idle", idle, f"a number from 0 to {MAX_IDLE}")
+    interleaved, turned = (names.get(key) is True for key in ("interleaved", "turned"))
+    return ExpertNames(**texts, interleaved=interleaved, turned=turned, idle=idle)
 
 
 def renamed(names: Iterable[str], prefixes: Prefixes) -> dict[str, str]:

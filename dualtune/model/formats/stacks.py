@@ -7,7 +7,8 @@ transformers 5 (`ParamWrapper` in peft/tuners/lora/layer.py), for E experts, ran
 
 of `down_proj`; those of `gate_up_proj` are inside, under <experts>.base_layer. Gate and up share that parameter, so
 that two adapters of rank r become one of rank 2r, whose B is block-diagonal; one with an A for both becomes two with
-copies of it. Both ways are exact. mlx-lm (`LoRASwitchLinear` in tuner/lora.py) has `lora_a` [E, r, in] and `lora_b`
+copies of it. Both ways are exact. Llama 4 stores matrices as [in, out], which PEFT does not know: its A and B are each
+other's transposes there. mlx-lm (`LoRASwitchLinear` in tuner/lora.py) has `lora_a` [E, r, in] and `lora_b`
 [E, O, r] for each projection, which are ours, stacked.
 """
 
@@ -60,11 +61,13 @@ def to_parameters(tensors: Tensors, names: ExpertNames, scale_of: Callable[[str]
             fused[FUSED if names.gate else UNGATED] = _fused(within, names) if names.gate else within[UP]
         if DOWN in stacks:
             fused[DOWN] = stacks[DOWN]
+        if names.turned:
+            fused = {parameter: _turned(*stack) for parameter, stack in fused.items()}
         for module in (module for modules in by_role.values() for module in modules):
             for part in "AB":
                 del others[tensor_name(module, part)]
         for parameter, (A_ErI, B_EOr) in fused.items():
-            layer = container + (INNER if parameter != DOWN and DOWN in fused else "")
+            layer = names.in_peft(container) + (INNER if parameter != DOWN and DOWN in fused else "")
             rank = A_ErI.shape[1]
             found[tensor_name(layer, "A")] = np.ascontiguousarray(A_ErI.reshape(-1, A_ErI.shape[2]))
             found[tensor_name(layer, "B")] = np.ascontiguousarray(B_EOr.transpose(1, 2, 0).reshape(B_EOr.shape[1], -1))
@@ -117,7 +120,13 @@ def _fused(within: Mapping[str, tuple[np.ndarray, np.ndarray]], names: ExpertNam
         rank = B_EOr.shape[2]
         B_E2OR[:, _rows(role, out, names), begin : begin + rank] = B_EOr
         begin += rank
-    return A_ERI, B_E2OR
+    idle = ((0, names.idle), (0, 0), (0, 0))
+    return np.pad(A_ERI, idle, "edge"), np.pad(B_E2OR, idle)  # zeros alone would be taken for an interrupted write
+
+
+def _turned(A_ErI: np.ndarray, B_EOr: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the adapter of the transposed matrices."""
+    return B_EOr.transpose(0, 2, 1), A_ErI.transpose(0, 2, 1)
 
 
 def _rows(role: str, out: int, names: ExpertNames) -> slice:
@@ -154,7 +163,7 @@ def from_parameters(
         if not is_mixture(module):
             continue
         container = module.removesuffix(INNER)
-        mixture = names.in_transformers(container)
+        mixture = names.in_transformers(names.in_files(container))
         first = [name for name in (FUSED, UNGATED) if is_target(f"{mixture}.{name}", parameters)]
         has_down = container in pairs and (container + INNER in pairs or not first)
         parameter = first[0] if first and (module != container or not has_down) else DOWN
@@ -162,7 +171,7 @@ def from_parameters(
         if not is_target(path, parameters):
             raise FormatError(f"{where}: {module}: target_parameters does not name {path}, which its tensors are of")
         for role, (A_ErI, B_EOr) in _split(apart.pop(module), parameter, rank_of(path), names, where).items():
-            stack = Expert(container, "*", names.of(role)).stack
+            stack = Expert(names.in_files(container), "*", names.of(role)).stack
             for name, A_rI, B_Or in zip(members(stack, len(A_ErI)), A_ErI, B_EOr, strict=True):
                 apart[name], sources[name] = Pair(A_rI, B_Or), path
     return apart, sources
@@ -172,16 +181,23 @@ def _split(
     pair: Pair, parameter: str, rank: int, names: ExpertNames, where: object
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return A [E, r, in] and B [E, out, r] of each projection that a parameter holds."""
-    rows, (out, columns) = len(pair.A_rI), pair.B_Or.shape
-    if rows % rank or rows != columns or (parameter == FUSED and out % 2):
+    (rows, width), (height, columns) = pair.A_rI.shape, pair.B_Or.shape
+    out = width if names.turned else height
+    if rows % rank or rows != columns or (parameter == FUSED and (out % 2 or rows <= rank * names.idle)):
         raise FormatError(
-            f"{where}: {parameter} of experts: lora_A {[*pair.A_rI.shape]} and lora_B {[out, columns]}, must be "
+            f"{where}: {parameter} of experts: lora_A {[rows, width]} and lora_B {[height, columns]}, must be "
             f"[experts · {rank}, in] and [out, {rank} · experts]"
         )
-    A_ERI = pair.A_rI.reshape(-1, rank, pair.A_rI.shape[1])
-    B_EOR = pair.B_Or.reshape(out, rank, -1).transpose(2, 0, 1)
+    stack = pair.A_rI.reshape(-1, rank, width), pair.B_Or.reshape(height, rank, -1).transpose(2, 0, 1)
+    A_ERI, B_EOR = _turned(*stack) if names.turned else stack
     if parameter != FUSED:
         return {DOWN if parameter == DOWN else UP: (A_ERI, B_EOR)}
+    return _apart(A_ERI[: len(A_ERI) - names.idle], B_EOR[: len(B_EOR) - names.idle], names)
+
+
+def _apart(A_ERI: np.ndarray, B_EOR: np.ndarray, names: ExpertNames) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the adapters of gate and up, from that of the parameter that holds both."""
+    out, rank = B_EOR.shape[1:]
     halves = {role: B_EOR[:, _rows(role, out // 2, names)] for role in (GATE, UP)}
     # Two adapters that were joined come apart again: each has the columns that are zero in the other one.
     half = rank // 2
@@ -205,6 +221,44 @@ def taking_turns(tensors: Tensors, names: ExpertNames) -> Tensors:
                 )
             both = np.concatenate([tensors[a], tensors[b]])
             fixed[a], fixed[b] = (np.ascontiguousarray(both[_rows(role, len(both) // 2, names)]) for role in (GATE, UP))
+    return fixed
+
+
+def in_form_of(tensors: Tensors, names: ExpertNames) -> Tensors:
+    """Return an adapter that was read from PEFT's files without the names of its base, which they do not say."""
+    if names.interleaved:
+        return taking_turns(tensors, names)
+    if names.idle:
+        return _without_idle(tensors, names.idle)
+    return _turned_back(tensors) if names.turned else tensors
+
+
+def _without_idle(tensors: Tensors, idle: int) -> Tensors:
+    """Return an adapter without gate and up of what is no expert."""
+    kept = dict(tensors)
+    for stack, modules in stacks_of(modules_of(tensors)).items():
+        expert = expert_of(stack)
+        if expert is not None and ROLES.get(expert.name) in (GATE, UP):
+            for name in (tensor_name(module, part) for module in modules[-idle:] for part in "AB"):
+                del kept[name]
+    return kept
+
+
+def _turned_back(tensors: Tensors) -> Tensors:
+    """Return an adapter of whose matrices [in, out] were taken for [out, in]."""
+    fixed = dict(tensors)
+    for container, by_role in _containers(tensors, whole=True).items():
+        for down in by_role.get(DOWN, ()):
+            a, b = tensor_name(down, "A"), tensor_name(down, "B")
+            fixed[a], fixed[b] = (np.ascontiguousarray(tensors[name].T) for name in (b, a))
+        for gate, up in zip(by_role.get(GATE, ()), by_role.get(UP, ()), strict=True):
+            A_rI, B_Or = (tensors[tensor_name(gate, part)] for part in "AB")
+            if not np.array_equal(A_rI, tensors[tensor_name(up, "A")]):
+                raise FormatError(f"adapter: {container}: gate and up are one parameter, and have one A in PEFT")
+            both_Ir = np.concatenate([B_Or, tensors[tensor_name(up, "B")]])
+            for module, rows_Or in zip((gate, up), np.split(A_rI.T, 2), strict=True):
+                fixed[tensor_name(module, "A")] = np.ascontiguousarray(both_Ir.T)
+                fixed[tensor_name(module, "B")] = np.ascontiguousarray(rows_Or)
     return fixed
 
 
