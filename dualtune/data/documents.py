@@ -277,6 +277,11 @@ def check_objective(objective: str, example: Example) -> None:
     kind = PAIR if example.rejected is not None else LABELLED if example.label else PLAIN
     kind = PROMPT if example.is_prompt else kind
     needed = NEEDED.get(objective, (kind,))
+    if example.is_text and objective in (ON_POLICY, *POLICY_OBJECTIVES):
+        raise ConfigError(
+            f"train.objective: {objective} needs {' or '.join(needed)}, but {example.where} is plain text, in which "
+            'nothing is asked; write prompts, such as {"prompt": …} with data.format: prompt'
+        )
     if kind in needed:
         return
     advice = _ADVICE[kind] + (_FOR_SFT.get(kind, "") if objective == "sft" else "")
