@@ -1,4 +1,4 @@
-"""A model that is trained whole (adapter.method: full): all its parameters are views of one flat float32 array.
+"""A model that is trained whole (adapter.method: full): all its parameters are made of one flat float32 array.
 
 In float32 it computes with these masters. In 16 bits it computes with a copy of them, and the gradient of the copy is
 added to a float32 gradient.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -18,61 +18,55 @@ from mlx.utils import tree_flatten
 
 from dualtune.base.errors import ConfigError
 from dualtune.model.adapter import Tensors
+from dualtune.model.beside import is_constant
 from dualtune.model.experts import expert_of, is_stack, members
-from dualtune.model.places import FilePlace
 from dualtune.model.weight_files import BaseWeights
 from dualtune_mlx.adapter_inputs import Origins
 from dualtune_mlx.experts import expert_places
-from dualtune_mlx.host.places import find_places, stored_names
+from dualtune_mlx.host.places import MadeParameters, read_tensor, stored_names
 from dualtune_mlx.methods import Bound, DropoutSeeds
 
-
-class _Part(NamedTuple):
-    """A parameter of the model as it lies in the array that is trained."""
-
-    transposed: bool = False  # the array has the last two axes the other way round
-    rows: slice | None = None  # of its second axis, once that is turned: a projection in a stack of several
-
-    def of(self, array: mx.array) -> mx.array:
-        """Return the parameter from the array."""
-        turned = array.swapaxes(-1, -2) if self.transposed else array
-        return turned if self.rows is None else turned[:, self.rows]
+Owner = tuple[Any, str]  # the module that has a parameter, and its attribute
 
 
 class WholeModel(Bound):
     """The parameters of a model by the names of the base's files: what `AdaptedLayers` is for an adapter.
 
-    What is trained has the form of the files, of which the model's parameters are views: the transposes of GPT-2's
-    matrices, the halves of gpt-oss's stacks of gate and up. A stack of experts that they hold one by one is one array
-    here, by the name of the stack (`dualtune.model.experts`), and theirs in a state.
+    What is trained has the form of the files. A parameter that mlx-lm makes of their tensors (the transposes of GPT-2's
+    matrices, the halves of gpt-oss's stacks of gate and up, norms that it adds 1 to) is made of what is trained in the
+    same way. A stack of experts that they hold one by one is one array here, by the name of the stack
+    (`dualtune.model.experts`), and theirs in a state. Constants keep their numbers: what is in no file, and what no
+    gradient trains (`is_constant`).
     """
 
-    def __init__(self, model: nn.Module, base: BaseWeights | None, dropout_seeds: DropoutSeeds) -> None:
-        """ConfigError for a parameter that is in the files in another way: its name would say nothing."""
-        self.dropout_seeds, self.start = dropout_seeds, {}
-        arrays = dict(cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
+    def __init__(
+        self, model: nn.Module, base: BaseWeights | None, dropout_seeds: DropoutSeeds, dtype: mx.Dtype
+    ) -> None:
+        """`dtype`: of what is not trained. ConfigError for a parameter that is made of the files in a way that is not
+        understood: its name would say nothing."""
+        self.dropout_seeds, self.start, self.bound = dropout_seeds, {}, {}
+        parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+        arrays = {path: array for path, array in parameters if mx.issubdtype(array.dtype, mx.floating)}
         names = {path: path for path in arrays} if base is None else stored_names(model, base)
-        places = {path: (name, _Part()) for path, name in names.items()}
         if base is not None and (other := arrays.keys() - names.keys()):
-            places |= _transposed(model, base, other) | _of_experts(model, base, other)
-        if other := sorted(arrays.keys() - places.keys()):
-            raise ConfigError(
-                f"adapter.method: got full, but mlx-lm computes {len(other)} of the parameters from the model's files "
-                f"instead of reading them as they are (for example {other[0]}), so nothing else could load what is "
-                "trained. Train it on torch, or set adapter.method: lora"
-            )
+            names |= _stacks(model, base, other)
         modules = dict(model.named_modules())
-        self.bound = {}
-        self._owners: dict[str, list[tuple[Any, str, _Part]]] = defaultdict(list)
-        for path, array in arrays.items():
-            (name, part), (owner, _, attribute) = places[path], path.rpartition(".")
-            self._owners[name].append((modules[owner], attribute, part))
-            if part.rows is None:
-                self.bound[name] = part.of(array)  # a transposition undoes itself
-            else:
-                assert base is not None
-                self.bound.setdefault(name, mx.zeros(base.tensors[name].shape, array.dtype))
-                self.bound[name] = _with(self.bound[name], part, array)
+        places = {path: (modules[path.rpartition(".")[0]], path.rpartition(".")[2]) for path in arrays}
+        self._owners: dict[str, list[Owner]] = defaultdict(list)
+        trained = {path for path in arrays if path in names and not is_constant(names[path])}
+        for path in (path for path in arrays if path in trained):
+            self._owners[names[path]].append(places[path])
+            self.bound[names[path]] = arrays[path]
+        self._made: MadeParameters | None = None
+        self._made_owners: dict[str, Owner] = {}
+        if base is not None and (other := arrays.keys() - names.keys()):
+            self._made = _made(model, base, other)
+            self.bound |= {name: read_tensor(base.tensors[name]) for name in self._made.tensors - self.bound.keys()}
+            _check(self._made.of(self.bound, self._made.tensors), arrays)
+            self._made_owners = {path: places[path] for path, sources in self._made.sources.items() if sources}
+        for path in arrays.keys() - trained - self._made_owners.keys():
+            owner, attribute = places[path]
+            owner[attribute] = arrays[path].astype(dtype)
 
     def state(self) -> Tensors:
         """Return copies of what is bound, float32, those of experts one by one."""
@@ -88,22 +82,29 @@ class WholeModel(Bound):
         return [*filter(is_stack, self.bound)]
 
     def names_in(self, modules: Collection[nn.Module]) -> list[str]:
-        """Return the names of the parameters of these modules, and of those inside them."""
+        """Return the names of what the parameters of these modules, and of those inside them, are made of."""
         inside = {id(part) for module in modules for part in module.modules()}
-        return [name for name, owners in self._owners.items() if any(id(owner) in inside for owner, _, _ in owners)]
+        names = [name for name, owners in self._owners.items() if any(id(owner) in inside for owner, _ in owners)]
+        made = {} if self._made is None else self._made.sources
+        sources = (made[path] for path, (owner, _) in self._made_owners.items() if id(owner) in inside)
+        return [*dict.fromkeys((*names, *itertools.chain(*sources)))]
 
     def bind(self, params: Mapping[str, mx.array]) -> None:
         """Compute with these arrays: those of all parameters, or of some."""
         self.bound |= params
         for name, array in params.items():
-            for owner, attribute, part in self._owners[name]:
-                owner[attribute] = part.of(array)
+            for owner, attribute in self._owners.get(name, ()):
+                owner[attribute] = array
+        if self._made is not None:
+            for path, array in self._made.of(self.bound, params.keys()).items():
+                owner, attribute = self._made_owners[path]
+                owner[attribute] = array
 
     def release(self) -> None:
         """Let go of the arrays until the next `bind`: what a model still reads is not changed in place, but copied."""
         nothing = mx.zeros(0)
         self.bound = dict.fromkeys(self.bound, nothing)
-        for owner, attribute, _ in itertools.chain(*self._owners.values()):
+        for owner, attribute in itertools.chain(*self._owners.values(), self._made_owners.values()):
             owner[attribute] = nothing
 
     def trace(self, origins: Origins) -> None:
@@ -113,35 +114,39 @@ class WholeModel(Bound):
         """Do nothing: layers keep nothing for each other."""
 
 
-def _with(whole: mx.array, part: _Part, array: mx.array) -> mx.array:
-    """Return a stack of the files with a parameter in its place."""
-    turned = whole.swapaxes(-1, -2) if part.transposed else whole
-    turned[:, part.rows] = array
-    return turned.swapaxes(-1, -2) if part.transposed else turned
-
-
-def _transposed(model: nn.Module, base: BaseWeights, paths: Collection[str]) -> dict[str, tuple[str, _Part]]:
-    """Return the tensors of the files that these parameters are the transposes of, by path."""
-    modules = [path.removesuffix(".weight") for path in paths if path.endswith(".weight")]
-    return {
-        f"{path}.weight": (at.tensor, _Part(transposed=True))
-        for path, at in find_places(model, base, modules).items()
-        if at == FilePlace(at.tensor, transposed=True)
-    }
-
-
-def _of_experts(model: nn.Module, base: BaseWeights, paths: Collection[str]) -> dict[str, tuple[str, _Part]]:
-    """Return what these parameters of experts are in the files, by path: tensors of their own, or parts of a stack."""
-    found: dict[str, tuple[str, _Part]] = {}
+def _stacks(model: nn.Module, base: BaseWeights, paths: Collection[str]) -> dict[str, str]:
+    """Return the name of the stack that each of these parameters is, for experts that the files hold one by one."""
+    found: dict[str, str] = {}
     for path, places in expert_places(model, base).items():
-        first, tensors = places[0], [place.tensor for place in places]
-        if f"{path}.weight" not in paths:
-            continue
-        if first.expert is not None:
-            rows = None if first.rows is None else slice(*first.rows)
-            found[f"{path}.weight"] = first.tensor, _Part(first.transposed, rows)
-            if (bias := f"{first.tensor}_bias") in base.tensors and f"{path}.bias" in paths:
-                found[f"{path}.bias"] = bias, _Part(rows=rows)
-        elif (expert := expert_of(first.tensor)) and tensors == members(expert.stack, len(places)):
-            found[f"{path}.weight"] = expert.stack, _Part()
+        expert = expert_of(places[0].tensor)
+        tensors = [place.tensor for place in places]
+        if f"{path}.weight" in paths and expert and tensors == members(expert.stack, len(places)):
+            found[f"{path}.weight"] = expert.stack
     return found
+
+
+def _made(model: nn.Module, base: BaseWeights, paths: Collection[str]) -> MadeParameters:
+    """Return what makes these parameters of the tensors of the files, but for constants."""
+    made = MadeParameters(model, base, paths)
+    if made.unknown:
+        raise _cannot(made.unknown)
+    return made.without(is_constant)
+
+
+def _check(made: Mapping[str, mx.array], arrays: Mapping[str, mx.array]) -> None:
+    """Raise ConfigError for parameters that are not made again as they were loaded, but for the rounding of 16 bits."""
+    wrong: list[str] = []
+    for path, array in made.items():
+        largest = float(cast(float, mx.abs(array).max().item()))
+        if not mx.allclose(array, arrays[path], rtol=1e-2, atol=1e-2 * largest, equal_nan=True):
+            wrong.append(path)
+    if wrong:
+        raise _cannot(wrong)
+
+
+def _cannot(paths: Collection[str]) -> ConfigError:
+    return ConfigError(
+        f"adapter.method: got full, but mlx-lm computes {len(paths)} of the parameters from the model's files in a way "
+        f"that is not undone (for example {min(paths)}), so nothing else could load what is trained. Train it on "
+        "torch, or set adapter.method: lora"
+    )

@@ -86,7 +86,8 @@ class MlxEngine:
         self._residency = residency = Residency(model, weights.files, resident) if weights and resident else None
         self._dropout_seeds = DropoutSeeds()
         self._is_full = request.adapter.trains_model
-        whole = WholeModel(model, weights, self._dropout_seeds) if self._is_full else None
+        self._dtype = DTYPES[description["dtype"]]
+        whole = WholeModel(model, weights, self._dropout_seeds, self._dtype) if self._is_full else None
         groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
         # Layers are named after the files before any is wrapped: wrapping changes the paths of what is inside.
         paths, routers = adaptable_layers(model), find_routers(model)
@@ -138,7 +139,6 @@ class MlxEngine:
         self._step = mx.array(0.0)  # on the device, which decides whether a step counts
         self._loss = mx.array(0.0)
         self._num_positions = position_table_size(read_config(request.model_dir))
-        self._dtype = DTYPES[description["dtype"]]
         self._loss_scale = FLOAT16_LOSS_SCALE if description["dtype"] == "float16" else 1.0
         self._routing: Routing | None = None
         self._routed: Arrays = {}  # what it has added up since the last update
@@ -350,7 +350,8 @@ class MlxEngine:
 
     def neutral_state(self) -> Tensors:
         if self._is_full:  # the base is in no other place than its files, or its seed
-            return WholeModel(load_base(self._request)[0], self._request.base_weights(), self._dropout_seeds).state()
+            model, weights = load_base(self._request)[0], self._request.base_weights()
+            return WholeModel(model, weights, self._dropout_seeds, self._dtype).state()
         return self._initial(self._request.adapter.plain)
 
     def _initial(self, adapter: AdapterSpec) -> Tensors:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dualtune.model.adapter import Tensors, rank_axis, scaled_ranks, tensor_name
+from dualtune.model.beside import is_constant
 from dualtune.model.dropout import input_of
 from dualtune.model.experts import shapes_apart
 from dualtune.model.methods import METHODS
@@ -109,7 +110,8 @@ class AdapterBuffer:
         found: Tensors = {}
         for name, tensor in tensors.items():
             shapes = self._parts.get(name, {})
-            is_whole = tensor.size == sum(map(math.prod, shapes.values()))
+            # A tensor that is its parameter may have a slot of the same size and another shape.
+            is_whole = name not in shapes and tensor.size == sum(map(math.prod, shapes.values()))
             found |= to_numpy(torch.from_numpy(tensor.ravel()), shapes) if shapes and is_whole else {name: tensor}
         return found
 
@@ -174,9 +176,12 @@ def model_buffer(
 ) -> AdapterBuffer:
     """Move the parameters of a model to a new buffer, make them trainable, and compute with `dtype`.
 
+    Constants (`is_constant`) stay as they are.
+
     `parts`: the tensors of the files that each parameter consists of, in the order of its memory.
     """
-    parameters = dict(model.named_parameters())  # an output head that is the embedding counts once
+    # An output head that is the embedding counts once.
+    parameters = {name: parameter for name, parameter in model.named_parameters() if not is_constant(name)}
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
     buffer = AdapterBuffer(shapes, model.device, dtype, masters=masters, parts=parts)
     for name, parameter in parameters.items():
@@ -196,5 +201,6 @@ def _add_to(total: Tensor) -> Callable[[Tensor], None]:
 
 
 def values_of(model: PreTrainedModel) -> Tensors:
-    """Return copies of the parameters of a freshly loaded model, float32, by its own names."""
-    return {name: np.array(p.detach().float().cpu()) for name, p in sorted(model.named_parameters())}
+    """Return copies of the parameters of a freshly loaded model that are trained, float32, by its own names."""
+    parameters = sorted(model.named_parameters())
+    return {name: np.array(p.detach().float().cpu()) for name, p in parameters if not is_constant(name)}

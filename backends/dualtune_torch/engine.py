@@ -63,6 +63,7 @@ from dualtune_torch.host.transfers import ParkedState, Transfers
 from dualtune_torch.kernels import allocator, compiled, cross_entropy
 from dualtune_torch.kernels.attention import DocumentBorders, GatheredKeys
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
+from dualtune_torch.kernels.few_rows import ProductsOfFewRows
 from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
 from dualtune_torch.kernels.trial import document_masks, needs_masks
@@ -443,8 +444,13 @@ class TorchEngine:
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
-        with torch.no_grad(), self._together(), own_attention(self.model, self._kernels), compiled.plain():
+        few_rows = self._few_rows.used() if self._few_rows else nullcontext()
+        with torch.no_grad(), self._together(), own_attention(self.model, self._kernels), compiled.plain(), few_rows:
             yield
+
+    @cached_property
+    def _few_rows(self) -> ProductsOfFewRows | None:
+        return None if self._request.kernels == "reference" else ProductsOfFewRows(self.model)
 
     def _trial_run(self) -> None:
         with self._together():

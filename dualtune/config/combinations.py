@@ -325,7 +325,7 @@ def _changed(section: Section, *starts: str) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a section, or those that begin so, whose values are not the defaults."""
     for key, field in type(section).model_fields.items():
         if key.startswith(starts or "") and (value := getattr(section, key)) != field.default:
-            yield key, value
+            yield key, ", ".join(map(str, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else value
 
 
 def _impossible_rollouts(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
@@ -378,6 +378,9 @@ def _impossible_rewards(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]
     if rollouts.kl and adapter.trains_model:
         rule = "but with adapter.method: full no base is left to compare with; allowed: 0"
         yield ("rollouts", "kl"), ("adapter", "method"), f"got {rollouts.kl:g}, {rule}"
+    if name == "cispo" and rollouts.clip_low != "auto":
+        rule = "but cispo limits ratios from above alone (rollouts.clip_high); remove it"
+        yield ("rollouts", "clip_low"), objective, f"got {rollouts.clip_low:g}, {rule}"
     if name == "rloo" and rollouts.advantage_scale not in ("auto", "none"):
         rule = "but rloo compares with the other samples and divides by nothing; allowed: auto, none"
         yield ("rollouts", "advantage_scale"), objective, f"got {rollouts.advantage_scale}, {rule}"

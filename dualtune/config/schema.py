@@ -8,6 +8,7 @@ interface.
 from __future__ import annotations
 
 import re
+from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, Field, field_validator, model_validator
@@ -19,6 +20,8 @@ from dualtune.config.data_section import DataConfig
 from dualtune.config.values import (
     BASE_TEACHER,
     DEFAULT_TOP_K,
+    OBJECTIVE_NAMES,
+    OBJECTIVES_GROUP,
     ON_POLICY,
     RULES,
     SELF_TEACHER,
@@ -35,6 +38,7 @@ from dualtune.config.values import (
     Names,
     NotNegative,
     Numbers,
+    OwnObjectiveName,
     PathText,
     PolicyObjectiveName,
     Positive,
@@ -185,14 +189,20 @@ class TrainConfig(Section):
     with 0 the metrics only say what its routers do, with null not even that."""
     policy: Literal["auto"] | Name = "auto"
     """What decides each step: auto as hybrid.enabled says, else the name of an installed step policy."""
-    objective: (
-        Literal["sft", "dpo", "orpo", "simpo", "cpo", "kto", "distill", "on_policy_distill"]
-        | PolicyObjectiveName
-        | Name
-    ) = "sft"
+    objective: OwnObjectiveName | PolicyObjectiveName | Name = "sft"
     """What is minimized: sft −log p of the answers; dpo, orpo, simpo and cpo compare two answers to a prompt, kto needs
     one with a label; distill learns a teacher's distributions of them, on_policy_distill those of the model's own
     samples; else the name of an installed objective."""
+
+    @field_validator("objective")
+    @classmethod
+    def _objective_is_there(cls, name: str) -> str:
+        """Refuse a name that is neither ours nor that of an installed package: it may be a slip of the pen."""
+        if name in OBJECTIVE_NAMES or any(point.name == name for point in entry_points(group=OBJECTIVES_GROUP)):
+            return name
+        meant = closest(name.lower(), OBJECTIVE_NAMES)
+        advice = did_you_mean(meant) if meant else "Or install the package that registers it: docs/objectives.md"
+        raise refuse(f"got '{name}', allowed: {', '.join(OBJECTIVE_NAMES)}. {advice}")
 
     @field_validator("optimizer")
     @classmethod

@@ -242,6 +242,9 @@ def _texts(value: object) -> Iterator[str]:
 # Objectives that learn from the model's own samples (`train/objectives/policy_gradient.py`).
 PolicyObjectiveName = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
 POLICY_OBJECTIVES: tuple[str, ...] = get_args(PolicyObjectiveName)
+OBJECTIVES_GROUP = "dualtune.objectives"  # of entry points
+OwnObjectiveName = Literal["sft", "dpo", "orpo", "simpo", "cpo", "kto", "distill", "on_policy_distill"]
+OBJECTIVE_NAMES: tuple[str, ...] = (*get_args(OwnObjectiveName), *POLICY_OBJECTIVES)
 ON_POLICY = "on_policy_distill"  # the other one that draws samples: a teacher judges each token of them
 BASE_TEACHER, SELF_TEACHER = "base", "self"  # values of distill.teacher that name no other model
 DEFAULT_TOP_K = 32

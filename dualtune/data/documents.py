@@ -277,6 +277,11 @@ def check_objective(objective: str, example: Example) -> None:
     kind = PAIR if example.rejected is not None else LABELLED if example.label else PLAIN
     kind = PROMPT if example.is_prompt else kind
     needed = NEEDED.get(objective, (kind,))
+    if example.is_text and objective in (ON_POLICY, *POLICY_OBJECTIVES):
+        raise ConfigError(
+            f"train.objective: {objective} needs {' or '.join(needed)}, but {example.where} is plain text, in which "
+            'nothing is asked; write prompts, such as {"prompt": …} with data.format: prompt'
+        )
     if kind in needed:
         return
     advice = _ADVICE[kind] + (_FOR_SFT.get(kind, "") if objective == "sft" else "")
@@ -468,25 +473,25 @@ class Documents:
                 places[f"{store.files[entry['file']]}:{entry['line']}"] = None
         return list(places)
 
-    @property
-    def kind(self) -> str:
-        """What a step counts."""
-        if self.answers == 1:
-            return "documents"
-        return "answers with a label" if self.has_labels else "pairs"
+    def counted(self, number: int) -> str:
+        """Return so many of what a step counts, in words."""
+        one, more = "document", "documents"
+        if self.answers > 1:
+            one, more = ("answer with a label", "answers with a label") if self.has_labels else ("pair", "pairs")
+        return f"{number} {one if number == 1 else more}"
 
     def summary(self) -> str:
         share = self.num_targets / max(1, self.num_tokens)
-        text = f"{len(self) // self.answers} {self.kind}, {self.num_tokens} tokens"
+        text = f"{self.counted(len(self) // self.answers)}, {self.num_tokens} tokens"
         text += f", {self.num_targets} of them targets ({share:.0%})"
         if self.num_truncated:
             text += f"; {self.num_truncated} cut to max_length"
         if self.num_split:
-            text += f"; {self.num_split} texts split at max_length"
+            text += f"; {self.num_split} text{'' if self.num_split == 1 else 's'} split at max_length"
         for reason, number in self.dropped.items():
             text += f"; {number} dropped: {reason}"
         if self.num_bad:
-            text += f"; {self.num_bad} bad rows left out"
+            text += f"; {self.num_bad} bad row{'' if self.num_bad == 1 else 's'} left out"
         if self.left_out:
             text += f"; {describe_left_out(self.left_out)}"
         return f"{text}; {self.remark}" if self.remark else text

@@ -40,8 +40,10 @@ class RowFields:
         example = next(to_examples([row], *self._sources[self._stored.places[where][1]].layout))
         if not isinstance(example, Example) or example.prompt is not None:
             return None
-        last = [n for n, message in enumerate(example.messages) if message.role == "assistant"][-1:]
-        return [message.as_dict() for message in example.messages[: None if example.is_prompt else last[0]]]
+        if example.is_prompt:
+            return [message.as_dict() for message in example.messages]
+        answers = [n for n, each in enumerate(example.messages) if each.role == "assistant" and each.train]
+        return [message.as_dict() for message in example.messages[: answers[-1]]]
 
     @property
     def columns(self) -> list[str]:

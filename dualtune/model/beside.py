@@ -150,6 +150,15 @@ def shifts_choice(tensor: str) -> bool:
     return tensor.rpartition(".")[2] in ("e_score_correction_bias", "expert_bias")
 
 
+# Parameters of mlx-lm that transformers has as buffers: factors of Gemma 4's layers, constants of Apertus' activation.
+BUFFERS = (".layer_scalar", ".act_fn.beta", ".act_fn.eps")
+
+
+def is_constant(tensor: str) -> bool:
+    """Return whether a model that is trained whole keeps the numbers of a tensor."""
+    return shifts_choice(tensor) or tensor.endswith(BUFFERS)
+
+
 def _in_peft(parameter: str) -> str | None:
     """Return why PEFT could not load a module with this parameter that is trained whole; None if it can."""
     module = parameter.rpartition(".")[0]

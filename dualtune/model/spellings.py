@@ -158,6 +158,8 @@ TRANSLATIONS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "minicpm3": _yarn_of_one,
     "minimax_m2": _minimax_m2,
     "minimax_m3_vl_text": _minimax_m3,
+    # transformers' layers with a state limit the step from below by this key, and not from above.
+    "nemotron_h": lambda config: {"time_step_limit": [config.get("time_step_min", 0.0), math.inf]},
     "phixtral": lambda config: {"num_vocab": config.get("num_vocab") or config["vocab_size"]},
     "qwen3_vl_moe_text": lambda config: {"norm_topk_prob": True},
     "solar_open": lambda config: {

@@ -137,7 +137,7 @@ def _doubts(prepared: Prepared) -> list[str | None]:
 
 def _steps(prepared: Prepared) -> str:
     train, layout, number = prepared.config.train, prepared.data.layout, prepared.config.train.documents_per_step
-    per_step = f"{number} {prepared.data.train.kind}" if number else f"up to {train.tokens_per_step} tokens"
+    per_step = prepared.data.train.counted(number) if number else f"up to {train.tokens_per_step} tokens"
     why = " (auto)" if train.micro_batch_tokens == "auto" else ""
     if layout.max_tokens < layout_of(prepared.config).max_tokens:
         why = " (since memory ran out)"

@@ -231,7 +231,8 @@ def _too_few(train: _Train, evals: _Evals) -> RunVerdict | None:
         return None
     steps = f"{train.num_steps} optimizer step{'' if train.num_steps == 1 else 's'}"
     because = f"{steps}; {_both(train, evals)}" if train.windows else steps
-    return RunVerdict("too few steps", because, "Raise train.epochs or train.steps, or lower train.tokens_per_step")
+    advice = "Raise train.epochs or train.steps, or lower train.documents_per_step or train.tokens_per_step"
+    return RunVerdict("too few steps", because, advice)
 
 
 def _overfitting(train: _Train, evals: _Evals) -> RunVerdict | None:

@@ -135,7 +135,7 @@ def _goes_on_with(begun: Checkpoint, settings: Mapping[str, float | None]) -> st
         for name, value in settings.items()
         if name in before and before[name] != value
     ]
-    return f"{text}; its constants are others now: {', '.join(changes)}" if changes else text
+    return f"{text}; these of its constants have changed: {', '.join(changes)}" if changes else text
 
 
 def log_start(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine, naming: Naming | None) -> None:

@@ -113,7 +113,7 @@ def test_bad_rows_that_are_left_out_are_counted_from_the_cache_too(here, make_co
     for _ in range(2):
         found, held_out = Data(make_config(path, allowed)).train_and_eval(tokenizer)
         assert (len(found), found.num_bad, held_out.num_bad) == (16, 1, 0)
-        assert found.summary().endswith("; 1 bad rows left out")
+        assert found.summary().endswith("; 1 bad row left out")
     # A stricter config is not served from what a more lenient one left there.
     with pytest.raises(DataError, match=r"more than data\.max_bad_rows = 0\.01"):
         documents(make_config(path, {"data.on_bad_row": "skip"}), tokenizer)

@@ -190,7 +190,7 @@ def test_truncation_keeps_what_is_trainable_and_counts(bare):
     assert [pieces(document, bare) for document in dropped] == [["c</s>"]]
     assert (dropped.num_rows, dropped.num_truncated, sum(dropped.dropped.values())) == (2, 0, 1)
     assert dropped.summary() == (
-        "1 documents, 5 tokens, 2 of them targets (40%); 1 dropped: no trainable token within max_length"
+        "1 document, 5 tokens, 2 of them targets (40%); 1 dropped: no trainable token within max_length"
     )
     whole = tokenize(examples, bare, "assistant", 9)
     assert (whole.num_tokens, whole.num_targets, whole.num_truncated) == (9 + 5, 4 + 2, 0)
@@ -315,6 +315,7 @@ def test_a_pair_is_two_documents_side_by_side(make_config, write_rows, bare):
     path = write_rows(PAIRS)
     train, held_out_ = Data(make_config(path, {"train.objective": "dpo", "data.eval": 0.3})).train_and_eval(bare)
     assert (train.answers, len(train), len(held_out_)) == (2, 8, 4)  # both answers of a row are held out together
+    assert (train.counted(1), train.summary().split(",")[0]) == ("1 pair", "4 pairs")
     for part in (train, held_out_):
         rows = [int(part[i].where.rpartition(":")[2]) for i in range(len(part))]
         assert rows[0::2] == rows[1::2]
@@ -402,7 +403,7 @@ def test_a_long_text_is_split_and_every_token_is_a_target_once(bare):
     targets = [int(t) for d in documents for t, hit in zip(d.tokens[1:], d.loss_mask[1:], strict=True) if hit]
     assert bare.decode_all(targets) == text + "</s>"
     assert (documents.num_split, documents.num_truncated, documents.num_rows) == (1, 0, 1)
-    assert "1 texts split at max_length" in documents.summary()
+    assert "1 text split at max_length" in documents.summary()
     # The context of a window's first target is the token before it in the text.
     whole = [BOS, *bare.encode(text, special=False).tolist(), EOS]
     for document in documents:

@@ -69,7 +69,7 @@ def test_a_malformed_file_is_named_with_line_and_reason(box, what):
 def test_what_other_systems_write_is_read(box, what):
     box.settings |= {"data.eval": 0, "train.steps": 1}
     box.settings["data.train"].write_bytes(HARMLESS[what])
-    assert "train data  1 documents" in box.resume(0).stdout
+    assert "train data  1 document," in box.resume(0).stdout
 
 
 @pytest.mark.fault(

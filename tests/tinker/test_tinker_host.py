@@ -839,7 +839,7 @@ def test_train_goes_on_with_the_optimizer_of_a_run_and_back(
     result = train(config, host.backend, [hook])
     (note,) = (row["message"] for row in events(result.run_dir, "found") if "optimizer" in row["message"])
     changes = "beta2 0.999 instead of 0.95, eps 1e-08 instead of 1e-12"  # train's, which no config changes
-    assert note.endswith(f"after 3 updates; its constants are others now: {changes}")
+    assert note.endswith(f"after 3 updates; these of its constants have changed: {changes}")
     host.load_state("run", path, optimizer=True)
     host.save_state("run", "t")  # no update since, so the constants are those that were loaded
     assert read_state(host.runs_dir, "tinker://run/weights/t")[1].state["updates"]["beta2"] == ADAM.beta2

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dualtune.train.fingerprints import plain_batch
 from dualtune.train.generation.inference import BASE_ONLY, load_model
 
 
@@ -55,3 +56,29 @@ def test_few_rows_that_leave_move_few_others(engine):
     for room, old in zip(rooms, before, strict=True):
         assert (room[[0, 2]] == old[[0, 2]])[:, :, :10].all() and (room[1, :, 3:10] == old[3, :, 3:10]).all()
     assert {layer.keys.shape[:3] for layer in layers_of(decoding)} == {(3, rooms[0].shape[1], 7)}  # 6 + 1: no padding
+
+
+def test_few_rows_are_products_of_their_own_while_texts_are_continued_and_then_only(open_backend, tiny_llama):
+    """Wide layers alone gain by them; they are the same but for rounding, also of a row alone."""
+    engine, plain = (
+        load_model(open_backend("torch"), str(tiny_llama), kernels=kernels).engine for kernels in ("auto", "reference")
+    )
+    layers = engine._few_rows.layers
+    assert layers and {layer.out_features > layer.in_features for layer in layers} == {True}
+    assert engine.model.get_output_embeddings() in layers and plain._few_rows is None
+    texts, tokens = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 9)], np.array([5, 6], np.int32)
+    calls, found = [], {}
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, args, y: calls.append("forward" in vars(layer)))
+    for name, each in (("own", engine), ("plain", plain)):
+        decoding = each.decoding()
+        decoding.enter(texts)
+        found[name] = decoding.advance(tokens).rows()
+        decoding.leave([1])
+        found[name] = np.concatenate([found[name], decoding.advance(tokens[1:]).rows()])
+    assert calls and all(calls) and np.abs(found["own"] - found["plain"]).max() < 1e-5
+    with pytest.raises(IndexError):
+        engine.decoding().enter([np.array([10**6], np.int32)])
+    calls.clear()
+    engine.logprobs(plain_batch(texts[1]))
+    assert calls and not any(calls) and not any("forward" in vars(layer) for layer in layers)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from dualtune.base.errors import ConfigError
-from dualtune.train.rl.rewards import IsolatedReward, JudgedAnswer, Rewards, resolved, short_name
+from dualtune.train.rl.rewards import IsolatedReward, JudgedAnswer, Rewards, resolved, short_names
 
 SOURCE = """
 import os, subprocess, sys
@@ -172,7 +172,6 @@ def test_a_query_is_rewarded_for_the_rows_that_it_gives(tmp_path):
     finally:
         rewards.close()
     assert answers.values_NR.ravel().tolist() == [1, 0, 0, 0, 0] and not answers.failures
-    assert short_name("sql:dir/world.sql") == "sql"
 
 
 def test_a_function_that_fails_costs_its_answer_alone(file, wording):
@@ -222,7 +221,11 @@ def test_a_reward_that_is_not_there_is_refused(file, monkeypatch, name, wording)
     wording(str(error.value))
 
 
-@pytest.mark.parametrize(("name", "short"), [("dir/mine.py:tidy", "tidy"), ("exact", "exact"), ("regex:a:b", "regex"),
-                                             ("brief:9", "brief")])  # fmt: skip
-def test_short_names(name, short):
-    assert short_name(name) == short
+@pytest.mark.parametrize(("names", "short"), [
+    (["dir/mine.py:tidy", "exact", "regex:a:b", "brief:9", "sql:dir/world.sql"],
+     ["tidy", "exact", "regex", "brief", "sql"]),
+    (["regex:a", "a.py:f", "regex:b", "b.py:f", "exact"], ["regex_1", "f_1", "regex_2", "f_2", "exact"]),
+    (["mine.py:environment", "environment"], ["environment_1", "environment_2"]),
+])  # fmt: skip
+def test_no_two_rewards_have_one_name_in_metrics(names, short):
+    assert short_names(names) == short

@@ -224,7 +224,7 @@ def test_a_reward_that_fails_costs_its_sample_and_is_said(sampling_lab, rows_of)
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)
 def test_prompts_alone_are_rewarded_by_the_columns_of_their_rows(sampling_lab, write_rows):
     """As TRL's data: a prompt, other columns, and a function that names them."""
-    asked = [{"prompt": f"{n} + {n} =", "answer": 2 * n} for n in range(12)]
+    asked = [{"prompt": f"{n} + {n} =", "answer": 2 * n} for n in range(12)]  # `answer` is no notice: it is used
     chats = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in asked]
     (sampling_lab.tmp_path / "trl.py").write_text(
         "def near(prompts, completions, answer, **columns):\n"
@@ -248,6 +248,9 @@ def test_prompts_alone_are_rewarded_by_the_columns_of_their_rows(sampling_lab, w
     assert texts[0] == texts[1] and len({*texts[0]}) > 8
     with pytest.raises(ConfigError, match=r"exact compares with an answer, but .*prompts\.jsonl has prompts alone"):
         lab.run("refused", **{**options, "rollouts__rewards": ["exact"]})
+    text = replace(lab, data=write_rows([{"text": f"{n} is a number"} for n in range(12)], "texts.jsonl"))
+    with pytest.raises(ConfigError, match=r"grpo needs prompts .*, but .*texts\.jsonl:1 is plain text"):
+        text.run("text", **settings(text))
     with pytest.raises(ConfigError, match="sft needs prompts with answers"):
         lab.run("sft", data__format="prompt", adapter__dropout=0.0)
 
@@ -329,6 +332,8 @@ def test_a_question_is_all_before_the_last_answer():
     {"rollouts.updates": 2, "train.policy": "mine"},
     {"rollouts.rewards": []}, {"rollouts.weights": [1.0, 2.0]}, {"adapter.dropout": 0.1},
     {"train.objective": "rloo", "rollouts.advantage_scale": "group"}, {"train.objective": "sft"},
+    {"train.objective": "cispo", "rollouts.clip_low": 0.2}, {"train.objective": "GRPO"},
+    {"train.objective": "reinforce"},
     {"hybrid.enabled": True}, {"adapter.method": "full", "rollouts.kl": 0.1}, {"data.loss_on": "all"},
     {"rollouts.samples": 1},
     {"train.activation_cache": "disk", "adapter.layers": "last 1"},

@@ -254,7 +254,7 @@ def test_init_optimizer_goes_on_as_if_the_run_had_not_ended(lab):
     rows = [json.loads(line) for line in (second.run_dir / METRICS).read_text().splitlines()]
     (note,) = [row["message"] for row in rows if row.get("event") == "found" and "optimizer" in row["message"]]
     assert note == f"goes on with the optimizer of {first.run_dir}/checkpoints/step-00000003, after 3 updates" + (
-        "; its constants are others now: weight_decay 0.5 instead of 0.01, max_grad_norm null instead of 0.3"
+        "; these of its constants have changed: weight_decay 0.5 instead of 0.01, max_grad_norm null instead of 0.3"
     )
 
 

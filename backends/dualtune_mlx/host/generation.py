@@ -25,6 +25,17 @@ def crop_on_device(cache: list[Any], excess: int) -> bool:
     return True
 
 
+class RowsCache(BatchKVCache):
+    """Keys and values of one layer. Rows of one length, such as a single one, need no mask."""
+
+    has_padding = False
+
+    def make_mask(self, N: int, return_array: bool = False, **options: Any) -> Any:
+        if self.has_padding or return_array or any(value is not None for value in options.values()):
+            return super().make_mask(N, return_array, **options)
+        return None if N == 1 else "causal"
+
+
 class MlxDecoding:
     """See `dualtune.engine.decoding.Decoding`. Texts are computed padded on the right, and then moved to the right."""
 
@@ -46,7 +57,7 @@ class MlxDecoding:
         self._forget_ahead()
         adapters_B = adapters_of(texts, adapters)
         padding = [max(map(len, texts)) - len(text) for text in texts]
-        entered = [BatchKVCache([0] * len(texts)) for _ in make_prompt_cache(self._model)]
+        entered = [RowsCache([0] * len(texts)) for _ in make_prompt_cache(self._model)]
         # The last tokens follow by themselves: the output head computes nothing else, because MLX is lazy.
         tokens_BT = np.array([[*text[:-1], *[0] * spare] for text, spare in zip(texts, padding, strict=True)], np.int32)
         if tokens_BT.size:
@@ -55,6 +66,7 @@ class MlxDecoding:
             self._logits(mx.array(tokens_BT), entered, adapters_B)
             for layer in entered:
                 layer.finalize()
+                layer.has_padding = any(padding)
         logits = self._next_logits(mx.array([int(text[-1]) for text in texts]), entered, adapters_B)
         if text_of is not None:
             index = mx.array(list(text_of))
@@ -66,6 +78,7 @@ class MlxDecoding:
             self._cache = entered
             return logits
         for present, layer in zip(self._cache, entered, strict=True):
+            present.has_padding |= layer.has_padding or present.size() != layer.size()
             present.extend(layer)
         return MlxNextLogits(logits.logits_BV)
 
@@ -85,6 +98,7 @@ class MlxDecoding:
         index = mx.array(list(staying))
         for layer in self._cache:
             layer.filter(index)
+            layer.has_padding = layer.has_padding and any(layer.left_padding.tolist())
         if self._ahead is not None:
             self._ahead = MlxNextLogits(self._ahead.logits_BV[index], self)
             self._expected_B = self._expected_B[list(staying)]

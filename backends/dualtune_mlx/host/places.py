@@ -7,15 +7,17 @@ tell where it comes from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 from mlx import nn
 
+from dualtune.base.tensors import floats_of
+from dualtune.model.merging import stored_bytes
 from dualtune.model.places import FilePlace
-from dualtune.model.weight_files import BaseWeights
+from dualtune.model.weight_files import BaseWeights, StoredTensor
 
 DTYPES = {
     "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "F64": mx.float32, "U32": mx.uint32, "U8": mx.uint8,
@@ -50,11 +52,11 @@ def stored_names(model: nn.Module, base: BaseWeights) -> dict[str, str]:
 
 
 def _marks(base: BaseWeights, value: Callable[[int, tuple[int, ...]], mx.array] | None = None) -> dict[str, mx.array]:
-    """Return an array for each tensor: zeros that are never computed, or float matrices of `value(number, shape)`."""
+    """Return an array for each tensor: zeros that are never computed, or floats of `value(number, shape)`."""
     marks: dict[str, mx.array] = {}
     for number, (name, tensor) in enumerate(base.tensors.items()):
         dtype = DTYPES.get(tensor.dtype, mx.uint8)
-        if value is None or len(tensor.shape) != 2 or dtype not in (mx.float32, mx.float16, mx.bfloat16):
+        if value is None or dtype not in (mx.float32, mx.float16, mx.bfloat16):
             marks[name] = mx.zeros(tensor.shape, dtype)
         else:
             marks[name] = value(number, tensor.shape)
@@ -70,7 +72,7 @@ def _followed(model: nn.Module, base: BaseWeights, modules: list[str]) -> dict[s
     """Return the places of weights that are views of a matrix of the files, from three numberings of all of them."""
     ones = _sanitized(model, _marks(base, lambda _, shape: mx.broadcast_to(mx.array(1.0), shape)))
     tensors = _sanitized(model, _marks(base, lambda number, shape: mx.broadcast_to(mx.array(float(number)), shape)))
-    rows = _sanitized(model, _marks(base, lambda _, shape: mx.broadcast_to(_counted(shape[0])[:, None], shape)))
+    rows = _sanitized(model, _marks(base, _counted))
     stored, places = list(base.tensors), dict[str, FilePlace]()
     for module in modules:
         name = f"{module}.weight"
@@ -85,8 +87,10 @@ def _followed(model: nn.Module, base: BaseWeights, modules: list[str]) -> dict[s
     return places
 
 
-def _counted(length: int) -> mx.array:
-    return mx.arange(length).astype(mx.float32)
+def _counted(_: int, shape: tuple[int, ...]) -> mx.array:
+    """Return the numbers of the rows of a tensor, each in all of its row."""
+    length, *others = shape or (1,)
+    return mx.broadcast_to(mx.arange(length).astype(mx.float32).reshape(length, *[1] * len(others)), shape)
 
 
 def _borders(array: mx.array) -> tuple[list[float], list[float]]:
@@ -109,3 +113,65 @@ def _place(tensor: str, base: BaseWeights, rows: mx.array) -> FilePlace | None:
     if column == list(map(float, range(first, first + len(column)))) and len(set(row)) == 1 and len(row) == stored[1]:
         return FilePlace(tensor, rows=None if len(column) == stored[0] else (first, first + len(column)))
     return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Full fine-tuning: parameters made of what is trained, as `sanitize` makes them of the files.
+
+
+class MadeParameters:
+    """Parameters of a model that `sanitize` makes of the files' tensors: turned, cut, joined, scaled, shifted.
+
+    It does so with any arrays in the place of the tensors, lazily, and gradients go back through it.
+    """
+
+    def __init__(self, model: nn.Module, base: BaseWeights, paths: Collection[str]) -> None:
+        self._model, self._marks = model, _marks(base)
+        found = _sources(model, base, paths)
+        self.unknown = [path for path, names in found.items() if names is None]
+        # The tensors that each parameter depends on; none for a constant, which the files do not hold.
+        self.sources = {path: names for path, names in found.items() if names is not None}
+
+    @property
+    def tensors(self) -> set[str]:
+        """The tensors that these parameters are made of."""
+        return {name for names in self.sources.values() for name in names}
+
+    def without(self, is_left_out: Callable[[str], bool]) -> MadeParameters:
+        """Return itself without the parameters that are made of such a tensor."""
+        self.sources = {path: names for path, names in self.sources.items() if not any(map(is_left_out, names))}
+        return self
+
+    def of(self, tensors: Mapping[str, mx.array], changed: Collection[str]) -> dict[str, mx.array]:
+        """Return the parameters that depend on `changed`, made of `tensors`."""
+        paths = [path for path, names in self.sources.items() if any(name in changed for name in names)]
+        if not paths:
+            return {}
+        needed = {name for path in paths for name in self.sources[path]}
+        sanitized = _sanitized(self._model, self._marks | {name: tensors[name] for name in needed})
+        return {path: sanitized[path] for path in paths}
+
+
+def read_tensor(stored: StoredTensor) -> mx.array:
+    """Return a tensor of the files, float32."""
+    return mx.array(floats_of(stored_bytes(stored), stored.dtype).reshape(stored.shape))
+
+
+def _sources(model: nn.Module, base: BaseWeights, paths: Collection[str]) -> dict[str, list[str] | None]:
+    """Return the tensors of which each parameter is made, each number of one; None if it is made in another way.
+
+    Each tensor is filled with zeros, with ones and with its own number, which tells the scale, the shift and the tensor
+    of every number of a parameter.
+    """
+    zeros, ones, numbers = (
+        _sanitized(model, _marks(base, lambda number, shape, of=of: mx.broadcast_to(mx.array(of(number)), shape)))
+        for of in (lambda _: 0.0, lambda _: 1.0, float)
+    )
+    stored, sources = list(base.tensors), dict[str, list[str] | None]()
+    for path in sorted(paths):
+        scale = ones[path] - zeros[path]
+        found = np.array(mx.where(scale == 0, -1.0, (numbers[path] - zeros[path]) / mx.where(scale == 0, 1, scale)))
+        whole = np.rint(found)
+        is_one = np.abs(found - whole).max() <= 0.01 and whole.max() < len(stored)
+        sources[path] = [stored[int(number)] for number in np.unique(whole) if number >= 0] if is_one else None
+    return sources

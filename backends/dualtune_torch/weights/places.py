@@ -94,7 +94,7 @@ def trained_parts(model: PreTrainedModel, base: BaseWeights) -> dict[str, dict[s
     A parameter that is made of them in another way is left out.
     """
     stored, joined = stored_names(model, base), joined_experts(model, base)
-    parts: dict[str, dict[str, tuple[int, ...]]] = {}
+    parts = joined_rows(model, base)
     for name, parameter in model.named_parameters():
         if name in joined:
             ordered = sorted(joined[name], key=lambda part: part[0].start or 0)
@@ -103,6 +103,16 @@ def trained_parts(model: PreTrainedModel, base: BaseWeights) -> dict[str, dict[s
         elif name in stored:
             parts[name] = {stored[name]: tuple(parameter.shape)}
     return parts
+
+
+def joined_rows(model: PreTrainedModel, base: BaseWeights) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the tensors that follow each other in a parameter along its first axis, with their shapes."""
+    found: dict[str, list[tuple[int, list[int | str], str]]] = defaultdict(list)
+    for name, target, pattern, converter in _targets(model, base, dict.fromkeys(model.state_dict(), True)):
+        operation: Any = converter.operations[0] if converter and len(converter.operations) == 1 else None
+        if converter and pattern and isinstance(operation, Concatenate) and operation.dim == 0:
+            found[target].append((converter.source_patterns.index(pattern), dot_natural_key(name), name))
+    return {target: {name: base.tensors[name].shape for *_, name in sorted(own)} for target, own in found.items()}
 
 
 def expert_places(model: PreTrainedModel, base: BaseWeights, *, strict: bool = True) -> dict[str, list[FilePlace]]:

@@ -81,11 +81,13 @@ def sampled(
     settings["rollouts.rewards"] = _rewards(file, name["reward_funcs"], source)
     if name["reward_weights"] in file:
         settings["rollouts.weights"] = file.note(file.get(name["reward_weights"]), name["reward_weights"])
+    is_cispo = file.get(name["loss_type"]) == "cispo"  # limits a ratio from above alone, in TRL by the ratio itself
     for ours, theirs in _NUMBERS.items():
+        if is_cispo and theirs == "epsilon":
+            continue
         value = (file.count if theirs in _COUNTS else file.number)(name[theirs])
         settings[ours] = file.note(value, name[theirs])
     high = name["epsilon_high"] if name["epsilon_high"] in file else name["epsilon"]
-    is_cispo = file.get(name["loss_type"]) == "cispo"  # TRL's limit is the ratio itself
     settings["rollouts.clip_high"] = file.note(file.number(high) - is_cispo, high)
     if not is_rloo:
         scale = str(file.get(name["scale_rewards"])).lower()

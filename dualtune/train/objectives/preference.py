@@ -20,6 +20,7 @@ import numpy as np
 from dualtune.base.errors import ConfigError
 from dualtune.base.plugins import installed
 from dualtune.config import Config
+from dualtune.config.values import OBJECTIVE_NAMES, OBJECTIVES_GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +324,6 @@ def objective_of(name: str, **settings: Any) -> Objective:
     return OBJECTIVES[name](**{key: value for key, value in settings.items() if value != "auto"})
 
 
-OBJECTIVES_GROUP = "dualtune.objectives"
 _PARTS = ("name", "answers", "num_trained", "needs_reference", "__call__")
 
 
@@ -334,7 +334,7 @@ def installed_objective(name: str) -> Callable[[Config], Objective]:
     none, or if it cannot be used.
     """
     return installed(
-        OBJECTIVES_GROUP, name, key="train.objective", others=("sft", *OBJECTIVES), parts=_PARTS,
+        OBJECTIVES_GROUP, name, key="train.objective", others=OBJECTIVE_NAMES, parts=_PARTS,
         page="docs/objectives.md", fault_of=_fault_of,
     )  # fmt: skip
 

@@ -223,10 +223,21 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def short_name(name: str) -> str:
-    """Return what metrics call a reward: the function of a file, or the name before the argument."""
-    kind, _, rest = name.rpartition(":") if ".py:" in name else name.partition(":")
-    return rest if kind.endswith(".py") else kind
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return what metrics call rewards: the function of a file, or the name before the argument.
+
+    Those that have that in common are numbered, such as regex_1 and regex_2.
+    """
+    short = list[str]()
+    for name in names:
+        kind, _, rest = name.rpartition(":") if ".py:" in name else name.partition(":")
+        short.append(rest if kind.endswith(".py") else kind)
+    counts, seen = Counter(short), Counter[str]()
+    for place, name in enumerate(short):
+        if counts[name] > 1:
+            seen[name] += 1
+            short[place] = f"{name}_{seen[name]}"
+    return short
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from dualtune.train.rl.drawing import Drawing, answered, question_of
 from dualtune.train.rl.environments import Asked, Episode, Episodes
 from dualtune.train.rl.in_step import apart
 from dualtune.train.rl.package_environments import PackageEpisodes, package_of
-from dualtune.train.rl.rewards import JudgedAnswer, JudgedAnswers, Rewards, short_name
+from dualtune.train.rl.rewards import JudgedAnswer, JudgedAnswers, Rewards, short_names
 from dualtune.train.samples import keep_rows
 from dualtune.train.team import Team
 
@@ -263,9 +263,9 @@ class Rollouts:
         if isinstance(self._episodes, PackageEpisodes):
             metrics["split"] = float(np.mean([isinstance(each, Episode) and len(each.dialogues) > 1 for each in drawn]))
         if len(self.names) > 1:
-            for name, values_N in zip(self.names, judged.values_NR.T, strict=True):
+            for name, values_N in zip(short_names(self.names), judged.values_NR.T, strict=True):
                 if np.isfinite(values_N).any():
-                    metrics[f"reward_{short_name(name)}"] = float(values_N[np.isfinite(values_N)].mean())
+                    metrics[f"reward_{name}"] = float(values_N[np.isfinite(values_N)].mean())
         return metrics if known_N.all() else {**metrics, "failed_rewards": 1 - float(np.mean(known_N))}
 
     def _reference(self, engine: Engine, documents: Documents, team: Team) -> dict[int, np.ndarray]:
