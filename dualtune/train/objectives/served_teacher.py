@@ -147,7 +147,7 @@ class ServedTeacher:
         )
 
     def _asked(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return what the server answers. TeacherLost if it does not, also when asked again; RequestRefused if it will not."""
+        """Return what the server answers. TeacherLost if it does not, even when asked again; RequestRefused."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY):
             headers["Authorization"] = f"Bearer {key}"
