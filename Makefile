@@ -39,7 +39,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 # Apple silicon trains on MLX, other machines on torch. The tests want both: each runs on the CPU of every machine.
 BACKEND := $(if $(findstring Darwin arm64,$(shell uname -sm)),mlx,torch)
 
-.PHONY: demo demo-real test test-fast test-long test-cluster test-interop test-tinker test-null-gpu test-trackers test-extras test-verifiers fuzz chaos lint lint-style lint-core lint-backends format bench bench-data triton-kernels wheel docs families reliability clean
+.PHONY: demo demo-real test test-fast test-long test-cluster test-interop test-tinker test-null-gpu test-trackers test-extras test-verifiers fuzz chaos lint lint-style lint-core lint-backends lint-benchmarks format bench bench-data triton-kernels wheel docs families reliability clean
 
 demo: .venv/.demo
 	$(BIN)/dualtune train --demo
@@ -134,7 +134,7 @@ fuzz: .venv/.dev
 chaos: .venv/.dev
 	$(BIN)/python tests/chaos --seed $(SEED) --torch $(TORCH) --mlx $(MLX) --output benchmarks/results/chaos.json
 
-lint: lint-style lint-core lint-backends
+lint: lint-style lint-core lint-backends lint-benchmarks
 
 lint-style: .venv/.dev
 	$(BIN)/ruff check .
@@ -145,6 +145,9 @@ lint-core: .venv/.dev
 
 lint-backends: .venv/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python --project backends
+
+lint-benchmarks: .venv/.dev
+	$(BIN)/pyright --pythonpath $(BIN)/python --project benchmarks
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .

@@ -113,7 +113,7 @@ def start(rows: str, tokenizer_dir: str) -> dict[str, Any]:
     ready = peak_bytes()
 
     # Of one epoch: to jump between epochs is to plan them again, which no run does.
-    steps = np.random.default_rng(0).integers(0, order.num_steps / config.train.epochs, MANY_STEPS).tolist()
+    steps = np.random.default_rng(0).integers(0, int(order.num_steps / config.train.epochs), MANY_STEPS).tolist()
     peaks: dict[str, int] = {}
     began = time.perf_counter()
     for done, step in enumerate(steps, start=1):

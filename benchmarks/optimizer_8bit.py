@@ -168,8 +168,8 @@ def update_error(gradients: list[np.ndarray], keep: Round) -> float:
         for m, v in (exact, kept):
             w, after = adamw.update(zero, g, {"m": m, "v": v}, step=step, lr=1.0)
             changes.append((w, (after["m"], after["v"])))
-        (right, exact), (found, unrounded) = changes
-        kept = keep(*unrounded, step)
+        (right, exact), (found, (m, v)) = changes
+        kept = keep(m, v, step)
         errors.append(float(np.linalg.norm(found - right) / np.linalg.norm(right)))
     return float(np.mean(errors))
 

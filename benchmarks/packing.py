@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         return print(page_tables.write(PAGE, tables(read("packing"))))
-    cases = measured(args.cases, args.shared, lambda *place: measure(*place, args.rounds))
+    cases = measured(args.cases, args.shared, partial(measure, rounds=args.rounds))
     return print(record.write("packing", {"rounds": args.rounds, "steps": STEPS, "cases": cases}))
 
 

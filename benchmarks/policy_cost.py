@@ -18,6 +18,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         return print(page_tables.write(PAGE, tables(read("policy_cost"))))
-    cases = measured(args.cases, args.shared, lambda *place: measure(*place, args.steps))
+    cases = measured(args.cases, args.shared, partial(measure, steps=args.steps))
     return print(record.write("policy_cost", {"steps": args.steps, "cases": cases}))
 
 

@@ -66,7 +66,7 @@ def matrices() -> Iterator[dict[str, Any]]:
         for name in FORMATS:
             plain = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
             plain.weight = nn.Parameter(weight.clone(), requires_grad=False)
-            layer: Any = _finish(name, torch.bfloat16, head=None)("layer", plain)
+            layer: Any = _finish(name, torch.bfloat16, head=None, family="llama")("layer", plain)
             error = weight_of(layer, torch.bfloat16).float() - weight.float()
             yield {
                 "weights": kind,

@@ -80,10 +80,8 @@ def write_model(directory: Path, layers: int) -> None:
     config = {"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": True}
     mx.random.seed(0)
     model = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(config))
-    weights = {
-        name: mx.random.normal(w.shape) * 0.02 if name.endswith("proj.weight") else w
-        for name, w in tree_flatten(model.parameters())
-    }
+    parameters: list[tuple[str, mx.array]] = list(tree_flatten(model.parameters()))
+    weights = {name: mx.random.normal(w.shape) * 0.02 if name.endswith("proj.weight") else w for name, w in parameters}
     mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
 

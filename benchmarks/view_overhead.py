@@ -114,7 +114,7 @@ def train_once(backend: Backend, documents: int, steps: int, *, shows: bool) -> 
         for kind in (RunLog, type(hook)):
             for event in EVENTS:
                 stack.enter_context(timed(kind, event, spent))
-        hook.begin_loading()
+        hook.begin_loading(config.run)
         run(config, backend, [hook, clock])
     return clock.step_s, spent[0] / steps
 

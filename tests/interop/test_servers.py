@@ -12,11 +12,19 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dualtune.base.errors import ConfigError
+from dualtune.config.schema import DistillConfig
+from dualtune.data.batches import make_batch
+from dualtune.data.documents import in_memory
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.testing.tiny_models import write_tiny_llama
 from dualtune.train.generation.inference import load_model, stream_text
 from dualtune.train.generation.sampling import Sampling
+from dualtune.train.objectives.served_teacher import ServedTeacher
+from dualtune.train.objectives.teachers import said_by
 
 pytestmark = pytest.mark.interop
 
@@ -43,6 +51,18 @@ def test_llama_server_answers_as_we_do(llama_cpp, environment, stories, open_bac
         told = ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3})
     assert found["choices"][0]["text"].strip() == expected(open_backend("torch"), stories)
     assert told["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_mlx_lms_server_cannot_be_a_teacher(stories, monkeypatch, tmp_path):
+    """It scores no prompt, and a run that asks it to is told so at its start."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))  # whose models it lists, and which it misses where there is none
+    model, _, _ = stories
+    port = free_port()
+    with served(sys.executable, "-m", "mlx_lm", "server", "--model", model, port=port) as ask:
+        ask("/v1/completions", ASKED)
+        teacher = ServedTeacher(DistillConfig(teacher=f"http://127.0.0.1:{port}/v1"), Tokenizer(model, "none"))
+        with pytest.raises(ConfigError, match=r"400 .*max_tokens.* as dualtune serve and vLLM do; mlx_lm\.server"):
+            teacher.start(None, None)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +105,29 @@ def test_vllm_with_the_merged_model_answers_as_we_do(vllm, wide, open_backend, d
     assert found["choices"][0]["text"].strip() == expected(open_backend("torch"), wide)
 
 
+@pytest.mark.parametrize("k", [0, 8])
+def test_a_teacher_on_vllm_says_what_its_model_says(vllm, wide, open_backend, k):
+    model, _, _ = wide
+    engine = load_model(open_backend("torch"), str(model), None, dtype="float32").engine
+    rng = np.random.default_rng(0)
+    documents = in_memory((rng.integers(5, 200, n).astype(np.int32), np.arange(n) >= n // 2) for n in (40, 9, 23))
+    batch = make_batch(documents, [[0], [1], [2]], seed=0, step=0)
+    port = free_port()
+    with served(vllm, "serve", model, *ON_A_CPU, port=port) as ask:
+        ask("/v1/completions", ASKED | {"model": str(model)})
+        teacher, greedy = (
+            ServedTeacher(DistillConfig(teacher=f"http://127.0.0.1:{port}/v1", top_k=top_k), Tokenizer(model, "none"))
+            for top_k in (k, 21)
+        )
+        teacher.start(engine, None)
+        tokens, logprobs = teacher(batch, k)
+        with pytest.raises(ConfigError, match=r"400 .*lower distill\.top_k; vLLM allows 20"):
+            greedy.start(engine, None)
+    expected_tokens, expected_logprobs = said_by(engine)(batch, k)
+    np.testing.assert_array_equal(tokens, expected_tokens)
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-4)
+
+
 def expected(backend, stories):
     model, adapter, _ = stories
     loaded = load_model(backend, str(model), adapter, dtype="float32")
@@ -93,12 +136,16 @@ def expected(backend, stories):
     return text
 
 
-@contextmanager
-def served(*command):
-    """Start a server on a free port. Yields what asks it, and waits until it is there."""
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+@contextmanager
+def served(*command, port=None):
+    """Start a server, on a free port. Yields what asks it, and waits until it is there."""
+    port = port or free_port()
     words = [*map(str, command), "--host", "127.0.0.1", "--port", str(port)]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:

@@ -129,7 +129,7 @@ MAMBA = {
     "mamba_chunk_size": 8,
 }  # fmt: skip
 FEW = {"num_local_experts": 4, "num_experts_per_tok": 2}
-# What the rows of tiny_families.FAMILIES have not, beside SIZES.
+# What the rows of tiny_families.FAMILIES, or its SIZES, have not.
 SIZES = {
     "gpt_oss": FEW | {"layer_types": ["sliding_attention", "full_attention"]},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
@@ -142,6 +142,7 @@ SIZES = {
         "expert_layer_offset": 1, "expert_layer_period": 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
     },
     "phimoe": FEW,
+    "nemotron_h": {"time_step_min": 0.69},  # the least step: some of this model's are shorter
     "olmo_hybrid": {
         "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
         "layer_types": ["linear_attention", "full_attention"],
@@ -157,7 +158,7 @@ SIZES = {
 
 def write_family(family, path):
     tiny_families = families()
-    sizes = tiny_families.FAMILIES.get(family) or tiny_families.SIZES | SIZES[family]
+    sizes = tiny_families.FAMILIES.get(family, tiny_families.SIZES) | SIZES.get(family, {})
     return tiny_families.write_family(family, path, **sizes)
 
 

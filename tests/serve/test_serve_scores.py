@@ -135,7 +135,8 @@ def test_what_cannot_be_scored_is_refused(serve, changes, word):
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_a_served_teacher_says_what_its_engine_says(serve, top_k):
     served = serve()
-    teacher = ServedTeacher(DistillConfig(teacher=f"http://127.0.0.1:{served.port}/v1"))
+    tokenizer = served.server.answers._adapters.models["base"].tokenizer
+    teacher = ServedTeacher(DistillConfig(teacher=f"http://127.0.0.1:{served.port}/v1", top_k=top_k), tokenizer)
     teacher.start(served.engine, None)
     rng = np.random.default_rng(0)
     documents = in_memory((rng.integers(5, 60, n).astype(np.int32), np.arange(n) >= n // 2) for n in (9, 4, 6))
@@ -179,13 +180,14 @@ def test_a_run_learns_from_a_served_teacher_what_it_learns_from_a_loaded_one(
 def test_a_server_that_cannot_say_it_is_named(serve, monkeypatch):
     monkeypatch.setattr(served_teacher, "PAUSES_S", (0.0,))
     served = serve(key="secret")
+    tokenizer = served.server.answers._adapters.models["base"].tokenizer
     settings = DistillConfig(teacher=f"http://127.0.0.1:{served.port}/v1")
     with pytest.raises(EnvironmentFault, match="401"):
-        ServedTeacher(settings).start(served.engine, None)
+        ServedTeacher(settings, tokenizer).start(served.engine, None)
     monkeypatch.setenv(served_teacher.KEY, "secret")
     with pytest.raises(ConfigError, match="served_as: got other"):
-        ServedTeacher(settings.model_copy(update={"served_as": "other"})).start(served.engine, None)
-    teacher = ServedTeacher(settings)
+        ServedTeacher(settings.model_copy(update={"served_as": "other"}), tokenizer).start(served.engine, None)
+    teacher = ServedTeacher(settings, tokenizer)
     teacher.start(served.engine, None)
     others = ({"token_logprobs": [None]}, {"token_logprobs": [None, -1.0], "top_logprobs": [None, {"a": -1.0}]}, None)
     for answer in ({}, {"choices": []}, *({"choices": [{"logprobs": each}]} for each in others)):

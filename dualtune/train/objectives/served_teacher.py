@@ -1,6 +1,7 @@
 """A teacher on an OpenAI-compatible server, which is asked for the log-probabilities of tokens that it is given.
 
 A request is a prompt of token ids with `echo`, without a token to follow it: as vLLM and `dualtune serve` answer it.
+Other servers know the log-probabilities of what they have drawn alone, or none; docs/objectives.md has a table.
 """
 
 from __future__ import annotations
@@ -22,13 +23,24 @@ import numpy as np
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.config.schema import DistillConfig
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Batch, Engine
 from dualtune.model.adapter import AdapterSpec
+from dualtune.train.fingerprints import PROMPTS
 
 KEY = "DUALTUNE_TEACHER_KEY"  # the environment variable with the key of the server
 AT_ONCE = 8  # requests
 TIMEOUT_S, PAUSES_S = 120.0, (1.0, 4.0, 16.0)
 MAX_ANSWER = 1 << 28  # bytes
+REFUSED = (400, 404, 405, 413, 422, 501)  # HTTP: of what is asked, not of who asks or when
+INSTEAD = (
+    "A teacher must honour echo, max_tokens: 0, logprobs and return_tokens_as_token_ids of /completions with a prompt "
+    "of token ids, as dualtune serve and vLLM do; mlx_lm.server, transformers serve and llama.cpp's server do not. "
+    "Instead, serve the model with dualtune serve, or let distill.teacher be its directory"
+)
+MORE_THAN_ALLOWED = (
+    "If it allows fewer tokens a place, lower distill.top_k; vLLM allows 20, or what --max-logprobs says"
+)
 MOST_GAP = 0.05  # nats a token, on average: a server rounds otherwise in another batch or on another GPU
 
 
@@ -36,20 +48,31 @@ class TeacherLost(EnvironmentFault):
     """The server does not answer, or not what is needed. The run saves what it has and resumes when it does."""
 
 
+class Unsuitable(TeacherLost):
+    """The server answers, but does not say what its model makes of the tokens that it is given."""
+
+
+class RequestRefused(Exception):
+    """The server does not answer such a request."""
+
+
 class ServedTeacher:
     """A model behind an address such as http://127.0.0.1:8000/v1."""
 
     probe: np.ndarray | None = None
 
-    def __init__(self, settings: DistillConfig, texts: Sequence[np.ndarray] = ()) -> None:
-        """`texts`: token ids (int32 [T]), for the probe."""
+    def __init__(self, settings: DistillConfig, tokenizer: Tokenizer) -> None:
+        """`tokenizer`: the student's."""
         assert settings.teacher is not None
-        self._texts = texts
+        self._tokenizer, self._top_k = tokenizer, settings.top_k
         self._address, self._model = settings.teacher.rstrip("/"), settings.served_as or ""
         self.identity = f"served, {settings.served_as or 'by its only name'}"
 
     def start(self, student: Engine, spec: AdapterSpec) -> None:
-        """Ask for the names of its models, and for the probe. ConfigError if which model is meant is not clear."""
+        """Ask for the names of its models, and for the probe.
+
+        ConfigError if it is not clear which model is meant, if the server cannot score tokens, or reads others.
+        """
         listed = self._asked("/models").get("data")
         names = [str(each["id"]) for each in cast("list[dict[str, Any]]", listed)] if isinstance(listed, list) else []
         if not self._model and len(names) == 1:
@@ -58,8 +81,23 @@ class ServedTeacher:
             raise ConfigError(
                 f"distill.served_as: got {self._model or 'null'}, {self._address} has: {', '.join(names) or 'nothing'}"
             )
-        if self._texts:
-            self.probe = np.concatenate([self._scored(text.tolist(), 0)[1][1:, 0] for text in self._texts])
+        try:
+            texts = [self._tokenizer.encode(text, special=True) for text in PROMPTS]
+            self._check_tokens(texts[0].tolist())
+            self._scored(texts[0].tolist(), self._top_k)  # it may allow fewer
+            self.probe = np.concatenate([self._scored(text.tolist(), 0)[1][1:, 0] for text in texts])
+        except Unsuitable as error:
+            raise ConfigError(str(error)) from error
+
+    def _check_tokens(self, text: list[int]) -> None:
+        """Raise ConfigError if the server reads the student's tokens as other texts."""
+        theirs = "".join(map(str, cast("list[Any]", self._logprobs(text, 0, as_ids=False).get("tokens") or [])))
+        ours = "".join(self._tokenizer.decode_all([token]) for token in text)
+        if _letters(theirs) != _letters(ours):
+            raise ConfigError(
+                f"distill.teacher: {self._address} has another tokenizer than the student: it reads the tokens of "
+                f"{ours!r} as {theirs!r}. A teacher reads the student's tokens: choose one of the same family"
+            )
 
     def answering(self, student: Engine) -> contextlib.AbstractContextManager[ServedTeacher]:
         return contextlib.nullcontext(self)
@@ -81,23 +119,35 @@ class ServedTeacher:
 
     def _scored(self, text: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return what is said in the place of each token of a text, [T, k] or [T, 1]; the first place has zeros."""
-        answer = self._asked("/completions", {
-            "model": self._model, "prompt": text, "echo": True, "max_tokens": 0, "logprobs": k,
-            "return_tokens_as_token_ids": True,
-        })  # fmt: skip
+        said = self._logprobs(text, k, as_ids=True)
         try:
-            rows = _rows(answer["choices"][0]["logprobs"], text, k)
+            rows = _rows(said, text, k)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise TeacherLost(
-                f"distill.teacher: {self._address} does not say what tokens that it is given are worth: {error}. It "
-                "must honour echo, max_tokens: 0, logprobs and return_tokens_as_token_ids of /completions, as vLLM and "
-                "dualtune serve do"
-            ) from error
+            raise self._unsuitable(str(error)) from error
         values = np.array([[(0, 0.0)] * max(k, 1), *rows], np.float64)
         return values[..., 0].astype(np.int32), values[..., 1].astype(np.float32)
 
+    def _logprobs(self, text: list[int], k: int, *, as_ids: bool) -> dict[str, Any]:
+        """Return what the API calls `logprobs` of a text. Unsuitable if the server does not say them."""
+        try:
+            answer = self._asked("/completions", {
+                "model": self._model, "prompt": text, "echo": True, "max_tokens": 0, "logprobs": max(k, 1),
+                "return_tokens_as_token_ids": as_ids,
+            })  # fmt: skip
+        except RequestRefused as error:
+            raise self._unsuitable(f"{error}. {MORE_THAN_ALLOWED}" if k else str(error)) from error
+        try:
+            return dict(answer["choices"][0]["logprobs"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._unsuitable("its answer has no logprobs") from error
+
+    def _unsuitable(self, reason: str) -> Unsuitable:
+        return Unsuitable(
+            f"distill.teacher: {self._address} does not say what tokens that it is given are worth: {reason}. {INSTEAD}"
+        )
+
     def _asked(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return what the server answers. TeacherLost if it does not, also when asked again."""
+        """Return what the server answers. TeacherLost if it does not, even when asked again; RequestRefused."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY):
             headers["Authorization"] = f"Bearer {key}"
@@ -114,6 +164,8 @@ class ServedTeacher:
                 reason = "its answer is no JSON object"
             except urllib.error.HTTPError as error:
                 reason = f"{error.code} {error.read(300).decode(errors='replace')}"
+                if body is not None and error.code in REFUSED:
+                    raise RequestRefused(reason) from error
                 if error.code < 500 and error.code != 429:  # it would say the same again
                     break
             except (OSError, ValueError) as error:
@@ -157,8 +209,13 @@ def _rows(said: Mapping[str, Any], text: Sequence[int], k: int) -> list[list[tup
     tops: list[dict[str, float]] = said["top_logprobs"][1:]
     rows = [sorted(((_id_of(token), float(logprob)) for token, logprob in top.items()), key=_rank)[:k] for top in tops]
     if len(rows) != len(logprobs) or any(len(row) < k for row in rows):
-        raise ValueError(f"got fewer than {k} tokens in a place; if it allows no more, lower distill.top_k")
+        raise ValueError(f"got fewer than {k} tokens in a place. {MORE_THAN_ALLOWED}")
     return rows
+
+
+def _letters(text: str) -> str:
+    """Return the ASCII characters but spaces: how a single token has others is a matter of the server."""
+    return "".join(each for each in text if each.isascii() and not each.isspace())
 
 
 def _rank(pair: tuple[int, float]) -> tuple[float, int]:

@@ -36,7 +36,6 @@ from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.directory import Adapter, read_adapter
 from dualtune.model.places import in_names_of
 from dualtune.train.evaluation import using
-from dualtune.train.fingerprints import PROMPTS
 from dualtune.train.generation.inference import fit, fits_in, load_model
 from dualtune.train.hooks import EvalRecord
 from dualtune.train.objectives.distillation import Distillation
@@ -190,7 +189,7 @@ def configured_teaching(
     if settings.teacher is None:
         return None
     if settings.is_served:
-        teacher = ServedTeacher(settings, [tokenizer.encode(text, special=True) for text in PROMPTS])
+        teacher = ServedTeacher(settings, tokenizer)
     elif not settings.loads_model:
         teacher = OwnTeacher(settings, model_dir)
     else:
