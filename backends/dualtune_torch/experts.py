@@ -26,6 +26,17 @@ from dualtune_torch.methods import AdaptedLayer, DropoutSeeds
 from dualtune_torch.mixture import DOWN_WEIGHT, GATE_UP, UP_WEIGHT, Projection, grouped, mixture
 from dualtune_torch.weights.stacks import PackedStack
 
+# By class: why its experts are not adapted.
+OWN_CODE = {
+    "DbrxExpertGLU": (
+        "holds the matrices of all experts as the rows of one, in a module that computes nothing with PEFT's "
+        "target_parameters around it, so that no other program could load the adapter"
+    ),
+    "JetMoeParallelExperts": (
+        "sorts its tokens itself, and mixes queries and outputs of attention too, for which dualtune has no names"
+    ),
+}
+
 
 class ExpertLoRA(AdaptedLayer):
     """scale · B (A x) of one projection of all experts, with A [E, r, I] and B [E, O, r] in float32."""
@@ -131,16 +142,18 @@ def expert_modules(model: PreTrainedModel, *, strict: bool = True) -> dict[str, 
         if isinstance(module, AdaptedExperts):
             found[path] = cast(nn.Module, module.base)
             continue
-        if not is_expert(path) or not any(p.dim() == 3 for p in module.parameters(recurse=False)):
+        stacked = any(p.dim() == 3 for p in module.parameters(recurse=False))
+        if not is_expert(path) or not (stacked or type(module).__name__ in OWN_CODE):
             continue
         if not has_common_code(path, module):
             if not strict:
                 continue
             raise ConfigError(
-                f"adapter.experts: got true, but {type(module).__name__} ({path}) computes its experts in a way of its "
-                "own. Allowed: families whose experts have transformers' common code (use_experts_implementation), as "
-                "Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3, GLM-4-MoE and gpt-oss. Set "
-                "adapter.experts: false"
+                f"adapter.experts: got true, but {type(module).__name__} ({path}) "
+                f"{OWN_CODE.get(type(module).__name__, 'computes its experts in a way of its own')}. Allowed: families "
+                "whose experts have transformers' common code (use_experts_implementation), as Mixtral, Qwen2-MoE, "
+                "Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3, GLM-4-MoE and gpt-oss; Llama 4 and LongCat Flash. Set "
+                "adapter.experts: false, which adapts the other linear layers of this model"
             )
         found[path] = module
     return found
@@ -157,7 +170,7 @@ def projections(model: PreTrainedModel, *, strict: bool = True) -> dict[str, Pro
 
 def wrap(model: PreTrainedModel, adapters: Mapping[str, ExpertLoRA], seeds: DropoutSeeds) -> None:
     """Replace the modules of adapted projections, given by the paths of `projections`."""
-    for path, module in expert_modules(model).items():
+    for path, module in expert_modules(model, strict=False).items():
         own = {role: adapters[key] for role in ROLES if (key := f"{path}.{role}") in adapters}
         if own:
             model.set_submodule(path, AdaptedExperts(module, own, seeds))

@@ -272,9 +272,16 @@ def json_object(raw: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", body)
 
 
+MOST_SHOWN = 60  # characters of a value that is refused
+
+
 def invalid_body(error: ValidationError, unknown: Callable[[str], str]) -> BadRequest:
     """Return the refusal for the first fault that pydantic has seen. `unknown`: what is said of a key that it names."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = error.errors(include_url=False)[0]
     param = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained")))[:200]
-    text = unknown(param) if first["type"] == "extra_forbidden" else first["msg"]
+    if first["type"] == "extra_forbidden":
+        text = unknown(param)
+    else:
+        got = repr(first["input"]) if isinstance(first["input"], str | int | float) else ""
+        text = f"{first['msg']}, got {got}" if 0 < len(got) <= MOST_SHOWN else first["msg"]
     return BadRequest(400, f"{param or 'body'}: {text}"[:500], param or None)

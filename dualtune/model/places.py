@@ -95,6 +95,7 @@ def file_names(modules: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
 # The names of the layers of a base model: what other tools call them, and an adapter in those of the base's files.
 
 _EXPERT = re.compile(r"\.experts\.|\.(shared_experts?|switch_mlp)\.|\.router\.")
+_STACK = re.compile(r"\.experts\.(gate_up_proj|up_proj|down_proj)(_blocks|\.weight)?$")
 # mlx-lm's wrappers all call their text model so, and transformers' call it the other way round.
 MLX_TEXT, PEFT_TEXT = "language_model.model.", "model.language_model."
 # What mlx-lm calls the experts of a layer in these families; switch_mlp in all others. And families in whose parameters
@@ -171,13 +172,14 @@ def naming_of(directory: Path, modules: Collection[str]) -> Naming:
 
 def expert_names(config: Mapping[str, Any], stored: Iterable[str]) -> ExpertNames:
     """Return what the files of a base call the projections of experts, and where other programs hold them."""
-    family, idle = str(config.get("model_type")), config.get("zero_expert_num")
+    family, idle, stored = str(config.get("model_type")), config.get("zero_expert_num"), list(stored)
     form = ExpertNames(
         interleaved=family in INTERLEAVED,
         mlx=MLX_EXPERTS.get(family, "switch_mlp"),
         turned=family in TURNED,
         idle=idle if family == "longcat_flash" and isinstance(idle, int) else 0,
         within=WITHIN.get(family, ""),
+        stacked=any(map(_STACK.search, stored)),
     )
     found = {expert.name for name in stored if (expert := expert_of(name.removesuffix(".weight")))}
     roles = {ROLES[name]: name for name in found if name in ROLES}

@@ -37,6 +37,19 @@ def test_the_loss_of_the_export_stands_beside_the_runs_last_evaluation(trained, 
     assert f"the run's last evaluation {trained.eval_loss:.4f}, merged {loss['merged']:.4f}" in said
 
 
+def test_after_dpo_the_loss_is_that_of_the_chosen_answers(
+    make_config, write_rows, open_backend, tmp_path, dualtune_main
+):
+    """The run's evaluation was a comparison with the reference, which is no loss of a model."""
+    pairs = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": "many"} for n in range(12)]
+    changes = {"train.objective": "dpo", "train.steps": 2, "data.eval": 0.25}
+    trained = run(make_config(write_rows(pairs), changes), open_backend("torch"))
+    record, _ = export(dualtune_main, trained, tmp_path / "out", "--to", "hf")
+    done = dualtune_main("eval", trained.run_dir / "config.yaml", "--platform", "cpu", "--json")
+    assert trained.eval_loss is not None and record["loss"]["run"] is None
+    assert record["loss"]["merged"] == pytest.approx(json.loads(done.stdout)["loss"], abs=1e-4)
+
+
 def test_what_was_quantized_is_evaluated_as_it_was_written(trained, tmp_path, dualtune_main, open_backend):
     open_backend("torch")
     record, text = export(dualtune_main, trained, tmp_path / "out", "--to", "hf", "--quantize", "nf4", "--without-base")

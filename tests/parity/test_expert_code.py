@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import LoadRequest
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.conformance import assert_close, assert_equal, gradient
@@ -50,6 +51,20 @@ FAMILIES = {
         "vision_config": IMAGES | {"depth": 1, "num_heads": 2},
     },
 }  # fmt: skip
+OTHERS = {
+    "granitemoe": tiny_families.FAMILIES["granitemoe"],
+    "gpt_oss": SIZES | {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"],
+    },
+}  # fmt: skip
+REFUSED = {
+    "dbrx": {
+        "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128, "vocab_size": 96,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 16, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "jetmoe": SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8},
+}  # fmt: skip
 ON_MLX = ("llama4_text", "longcat_flash")
 SPEC = AdapterSpec(4, 6.0, 0.0, ("all-linear",), experts=True)
 
@@ -62,7 +77,9 @@ def models(tmp_path_factory):
     def model(name):
         if name not in written:
             family = name.partition(" ")[0]
-            written[name] = tiny_families.write_family(family, directory / name.replace(" ", "-"), **FAMILIES[name])
+            written[name] = tiny_families.write_family(
+                family, directory / name.replace(" ", "-"), **(FAMILIES | OTHERS | REFUSED)[name]
+            )
         return written[name]
 
     return model
@@ -220,3 +237,46 @@ def test_the_plan_counts_what_trains_and_what_is_active(load, models, name):
     assert sum(SPEC.rank * (out + in_) for out, in_ in planned.values()) == engine.description.trainable_parameters
     sent = {linear.sent for layer in shape.by_layer for linear in layer.linears if linear.number > 1}
     assert sent == {1 if name == "llama4_text" else 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("llama4_text", "hold the experts of a layer in one tensor"),
+        ("longcat_flash", "experts without weights"),
+        ("ernie4_5_vl_moe", "models with other parts"),
+        ("granitemoe", "Granite's files"),
+        ("gpt_oss", None),
+    ],
+)
+def test_vllm_is_refused_where_its_loader_finds_no_experts(load, models, tmp_path, name, why):
+    state = trained(load("torch", models(name))).adapter_state()
+    adapter = Adapter(SPEC, state, str(models(name)), naming=naming_of(models(name), modules_of(state)))
+    if why is None:
+        write_adapter(tmp_path / "vllm", adapter, layout="vllm")
+        return
+    with pytest.raises(ConfigError, match=f"layout: got vllm, but .*{why}.*; allowed: peft, or merge it for vLLM"):
+        write_adapter(tmp_path / "vllm", adapter, layout="vllm")
+    assert not (tmp_path / "vllm").exists()
+    write_adapter(tmp_path / "attention", without_experts(adapter), layout="vllm")
+
+
+def without_experts(adapter):
+    tensors = {name: x for name, x in adapter.tensors.items() if ".experts." not in name}
+    return dataclasses.replace(adapter, tensors=tensors, spec=dataclasses.replace(adapter.spec, experts=False))
+
+
+@pytest.mark.parametrize(("name", "why"), [("dbrx", "as the rows of one"), ("jetmoe", "dualtune has no names")])
+def test_others_are_refused_with_the_reason_and_without_experts_they_train(load, models, name, why):
+    with pytest.raises(ConfigError, match=rf"adapter\.experts: got true, but .*{why}.*Set adapter\.experts: false"):
+        load("torch", models(name))
+    engine = load("torch", models(name), dataclasses.replace(SPEC, experts=False))
+    assert any(g.any() for g in gradient(engine, BATCH).values())
+
+
+def test_peft_cannot_adapt_the_experts_of_dbrx(models):
+    """Why they are refused: transformers reads all parameters of a module of which PEFT's wrapper shows one."""
+    config = peft.LoraConfig(target_modules=[], target_parameters=["mlp.w1"], r=4)
+    adapted = peft.get_peft_model(of_transformers(models("dbrx")), config)
+    with pytest.raises(AttributeError, match="'ParamWrapper' object has no attribute 'v1'"):
+        rows_of(adapted)

@@ -40,6 +40,8 @@ def send(served, asked):
         ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, 400, "messages.0.name: is not supported"),
         ({"top_p": 0}, 400, "top_p: "), ({"logprobs": 1}, 400, "log"),
         ({"stop": ["x"] * 9}, 400, "stop: got 9"), ({"stop": ""}, 400, "stop"), ({"seed": -1}, 400, "seed: "),
+        ({"temperature": "hot"}, 400, "temperature: Input should be a valid number, got 'hot'"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, 400, "max_completion_tokens: got 4, and max_tokens: 3"),
         ({"model": "x" * 300}, 404, "model: got 'xxx"), ({"frequency_penalty": 2.5}, 400, "frequency_penalty: "),
     ],
 )  # fmt: skip
@@ -53,7 +55,7 @@ def test_a_request_that_is_wrong_names_the_key(serve, hello, change, status, mes
 
 def test_what_other_clients_send_by_default_is_accepted(serve, hello):
     zeros = {"frequency_penalty": 0, "presence_penalty": 0.0, "n": 1, "logprobs": False, "user": "me", "stream": False,
-             "temperature": 1, "top_p": 1, "stop": None, "max_completion_tokens": 3}  # fmt: skip
+             "temperature": 1, "top_p": 1, "stop": None, "max_tokens": 3, "max_completion_tokens": 3}  # fmt: skip
     status, table = serve().ask(hello | zeros)
     assert status == 200, table
     assert table["usage"]["completion_tokens"] <= 3

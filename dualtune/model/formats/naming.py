@@ -114,9 +114,10 @@ class ExpertNames:
     turned: bool = False  # whether PEFT takes [in, out], as transformers stores the matrices, for [out, in]
     idle: int = 0  # matrices of transformers' gate and up, after those of experts, that belong to none
     within: str = ""  # what transformers has between a layer's mixture and its experts
+    stacked: bool = False  # whether the base's files hold the experts of a layer in one tensor, too
 
     def as_json(self) -> dict[str, Any]:
-        new = ("turned", "idle", "within")
+        new = ("turned", "idle", "within", "stacked")
         return {name: value for name, value in asdict(self).items() if value or name not in new}
 
     def of(self, role: str) -> str:
@@ -193,8 +194,8 @@ def _expert_names(table: Mapping[str, Any], where: object) -> ExpertNames:
     idle = names.get("idle", 0)
     if type(idle) is not int or not 0 <= idle <= MAX_IDLE:
         raise fields.wrong(where, "naming.experts.idle", idle, f"a number from 0 to {MAX_IDLE}")
-    interleaved, turned = (names.get(key) is True for key in ("interleaved", "turned"))
-    return ExpertNames(**texts, interleaved=interleaved, turned=turned, idle=idle)
+    interleaved, turned, stacked = (names.get(key) is True for key in ("interleaved", "turned", "stacked"))
+    return ExpertNames(**texts, interleaved=interleaved, turned=turned, idle=idle, stacked=stacked)
 
 
 def renamed(names: Iterable[str], prefixes: Prefixes) -> dict[str, str]:

@@ -35,10 +35,24 @@ def _problem(spec: AdapterSpec, tensors: Mapping[str, Any], naming: Naming) -> s
     modules = modules_of(tensors)
     if naming.towers and any(map(expert_of, modules)):
         return "the names that vLLM has for experts of models with other parts are not known here"
+    if any(map(expert_of, modules)) and (problem := _no_experts(naming)):
+        return problem
     if naming.experts.gate == GATE and any("block_sparse_moe.experts." in module for module in modules):
         return "the names that vLLM has for the experts of Granite's files are not known here"
     if missing := _missing(modules, naming):
         return f"vLLM loads gate, up and down of every expert of a layer together, and {missing} has no adapter"
+    return None
+
+
+def _no_experts(naming: Naming) -> str | None:
+    """Return why vLLM's loader would not find the experts of a family by the names of layers."""
+    if naming.experts.stacked and not holds_stacks(naming):
+        return (
+            "the base's files hold the experts of a layer in one tensor (as Llama 4's and Qwen3.5-MoE's), and what "
+            "vLLM calls each of them is known here for gpt-oss alone"
+        )
+    if naming.experts.idle:
+        return "vLLM wraps no mixture that has experts without weights (LongCat Flash)"
     return None
 
 

@@ -52,7 +52,7 @@ class Unsuitable(TeacherLost):
     """The server answers, but does not say what its model makes of the tokens that it is given."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The server does not answer such a request."""
 
 
@@ -134,7 +134,7 @@ class ServedTeacher:
                 "model": self._model, "prompt": text, "echo": True, "max_tokens": 0, "logprobs": max(k, 1),
                 "return_tokens_as_token_ids": as_ids,
             })  # fmt: skip
-        except Refused as error:
+        except RequestRefused as error:
             raise self._unsuitable(f"{error}. {MORE_THAN_ALLOWED}" if k else str(error)) from error
         try:
             return dict(answer["choices"][0]["logprobs"])
@@ -147,7 +147,7 @@ class ServedTeacher:
         )
 
     def _asked(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return what the server answers. TeacherLost if it does not, also when asked again; Refused if it will not."""
+        """Return what the server answers. TeacherLost if it does not, even when asked again; RequestRefused."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY):
             headers["Authorization"] = f"Bearer {key}"
@@ -165,7 +165,7 @@ class ServedTeacher:
             except urllib.error.HTTPError as error:
                 reason = f"{error.code} {error.read(300).decode(errors='replace')}"
                 if body is not None and error.code in REFUSED:
-                    raise Refused(reason) from error
+                    raise RequestRefused(reason) from error
                 if error.code < 500 and error.code != 429:  # it would say the same again
                     break
             except (OSError, ValueError) as error:

@@ -66,7 +66,7 @@ class Request:
 class HeldOutLosses:
     """Mean losses on the rows that the run held out, in nats; None where nothing was measured."""
 
-    run: float | None = None  # of the run's last evaluation
+    run: float | None = None  # of the run's last evaluation, if that is the loss on the answers of the rows
     merged: float | None = None  # of the merged model, or of the one that was trained whole
     written: float | None = None  # of what was written, if that is not the merged model
     unknown: str | None = None  # why the export was not evaluated
@@ -141,6 +141,10 @@ def lost_share(merge: Deviation, effect: Deviation) -> float:
 # The loss of an exported model on the rows that its run held out, beside the run's last evaluation.
 
 
+# Objectives whose evaluation is the loss on the answers of the rows. Others compare answers, or judge samples.
+_EVALUATED = ("sft", "distill")
+
+
 class HeldOut:
     """The rows that a run held out, tokenized as in its training."""
 
@@ -153,12 +157,12 @@ class HeldOut:
             raise ConfigError(f"there is no run with a {CONFIG} around the adapter")
         config = load_config(run / CONFIG)
         tokenizer, _ = load_tokenizer(model, adapter, directory, "auto", config.data.special_tokens_in_text)
-        self._documents, self._layout = Data(config).held_out_only(tokenizer), layout_of(config)
+        self._documents, self._layout = Data(config).held_out_only(tokenizer).wanted(), layout_of(config)
         if not len(self._documents):
-            raise DataError("the run held out no rows")
+            raise DataError("the run held out no rows with an answer that is wanted")
 
     def loss(self, engine: Engine) -> float:
-        """Return the mean loss over the target tokens, in nats."""
+        """Return the mean loss over the target tokens, in nats; where answers are judged, of those that are wanted."""
         return evaluate(engine, self._documents, self._layout).eval_loss
 
 
@@ -169,5 +173,10 @@ def manifest_of(model: Path) -> dict[str, Any]:
 
 
 def last_evaluation(metadata: dict[str, Any]) -> float | None:
-    """Return the loss of a run's last evaluation by the manifest of its result; None if there was none."""
-    return fields.number(fields.subtable(metadata, "training", "dualtune.json").get("eval_loss"))
+    """Return the loss of a run's last evaluation by the manifest of its result.
+
+    None if there was none, or if it was that of an objective with which the loss of a model does not compare.
+    """
+    training = fields.subtable(metadata, "training", "dualtune.json")
+    is_loss = training.get("objective", "sft") in _EVALUATED
+    return fields.number(training.get("eval_loss")) if is_loss else None

@@ -185,6 +185,9 @@ def read_request(raw: bytes, *, is_chat: bool) -> CompletionRequest:
         raise BadRequest(400, f"stop: got {len(stops)} texts, allowed: {MAX_STOPS}", "stop")
     options: dict[str, Any] = {}
     if isinstance(body, _ChatBody):
+        if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+            got = f"got {body.max_completion_tokens}, and max_tokens: {body.max_tokens}"
+            raise BadRequest(400, f"max_completion_tokens: {got}; send one of the two", "max_completion_tokens")
         options = {**_calls(body), "logprobs": _chat_logprobs(body)}
         prompt, most = _messages(body, options["tools"]), body.max_completion_tokens
     else:
