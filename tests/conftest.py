@@ -371,15 +371,15 @@ def from_a_server():
 
 @pytest.fixture(scope="session")
 def start_forked(from_a_server):
-    """Start a Python file, or "dualtune", as `python …` would, in a tenth of the time that an interpreter needs for it.
+    """Start a Python file, "-m" and a module, or "dualtune", as `python …` would, in a tenth of the time.
 
     Not where it matters what is imported, when or in which surroundings, or how the interpreter ends.
     """
 
-    def start(program, *args, out: Path, err: Path, env=None, cwd=None) -> multiprocessing.Process:
+    def start(program, *args, out: Path, err: Path, env=None, cwd=None, stdin=os.devnull) -> multiprocessing.Process:
         task = {
             "program": str(program), "arguments": [str(word) for word in args], "cwd": str(cwd or Path.cwd()),
-            "env": os.environ | (env or {}), "stdin": os.devnull, "stdout": str(out), "stderr": str(err),
+            "env": os.environ | (env or {}), "stdin": str(stdin), "stdout": str(out), "stderr": str(err),
         }  # fmt: skip
         return from_a_server(ROOT / "tests" / "forked.py", task)
 

@@ -35,6 +35,10 @@ def run(program: str, arguments: list[str]) -> None:
 
         sys.argv = ["dualtune", *arguments]
         main()
+    elif program == "-m":
+        os.setsid()  # who starts a module ends all that it has started
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__")
     else:
         sys.argv, sys.path[0] = [program, *arguments], str(Path(program).parent)
         runpy.run_path(program, run_name="__main__")

@@ -1,16 +1,18 @@
 """Environments of the package `verifiers`: what is drawn and learned of them, and what they can do to a run.
 
-Each test runs with a stand-in of the package, and in `make test-verifiers` with the package itself.
+Each test runs with a stand-in of the package, and in `make test-verifiers` with the package itself, whose processes are
+forked from one that has imported it: it takes as long to import as all tests together.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.train.generation.batched import Completion
 from dualtune.train.generation.sampling import Sampling
 from dualtune.train.prepare import prepare
-from dualtune.train.rl import package_environments
+from dualtune.train.rl import isolated, package_environments
 from dualtune.train.rl.drawing import Drawing
 from dualtune.train.rl.environments import Asked
 from dualtune.train.rl.package_environments import PackageEpisodes, environment_rows
@@ -58,12 +60,57 @@ task_sets = pytest.mark.verifiers, pytest.mark.skipif(not TASK_SETS, reason="ver
 
 
 @pytest.fixture(params=["stand_in", pytest.param("package", marks=package), pytest.param("task_sets", marks=task_sets)])
-def games(request, monkeypatch):
-    """The path of our environments, and of the stand-in, in the processes that are started."""
+def games(request, monkeypatch, start_forked, tmp_path_factory):
+    """The path of our environments, and of the stand-in, in the processes that are started.
+
+    Those of the package are forked where the run is in this process, and started where it has one of its own.
+    """
     folders = [HERE / "verifiers_environments", *([HERE / "verifiers_stand_in"] * (request.param == "stand_in"))]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if request.param != "stand_in":
+
+        def popen(command, **_):
+            return Forked(start_forked, tmp_path_factory.mktemp("game"), command)
+
+        monkeypatch.setattr(isolated, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
     return request.param
+
+
+PRELOADED = (  # of those that a version has not, nothing is said
+    "datasets", "openai", "verifiers.envs.environment", "verifiers.legacy.envs.environment",
+    "verifiers.legacy.envs.tool_env", "verifiers.v1.utils.loaders", "verifiers.v1.clients",
+    "dualtune.train.rl.package_environments",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def from_a_server(from_a_server):
+    """With what an environment of the package imports, which takes ten times as long as a test."""
+    if installed():
+        preload = multiprocessing.get_context("forkserver").set_forkserver_preload
+        preload([*PRELOADED, "dualtune_torch.engine", "dualtune_torch.backend", "dualtune.show.run"])
+    return from_a_server
+
+
+class Forked:
+    """The process of an environment, forked: as much of Popen as `Isolated` uses."""
+
+    def __init__(self, start, folder, command):
+        into, out = (folder / name for name in ("in", "out"))
+        for path in (into, out):
+            os.mkfifo(path)
+        self._process = start(*command[1:], stdin=into, out=out, err=folder / "err")
+        self.pid = self._process.pid
+        self.stdin, self.stdout = into.open("w", encoding="utf-8"), out.open(encoding="utf-8")
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self._process.is_alive():
+            raise subprocess.TimeoutExpired("environment", timeout)
 
 
 no_task_sets = pytest.mark.parametrize(
@@ -113,25 +160,19 @@ def test_a_resumed_run_holds_the_same_conversations(games, game_lab, weights_of,
     assert all(row["split"] == 0 and row["logprob_gap"] < 1e-4 for row in steps) and "eval_reward" in evaluations[-1]
 
 
-@pytest.mark.verifiers
+@pytest.mark.parametrize("games", [
+    pytest.param("stand_in", marks=pytest.mark.long), pytest.param("package", marks=package),
+    pytest.param("task_sets", marks=task_sets),
+], indirect=True)  # fmt: skip
 @pytest.mark.parametrize("platform", ["cpu", "mlx"])
-def test_a_run_that_was_killed_holds_the_same_conversations(games, platform, make_config, write_rows, tmp_path):
+def test_a_run_that_was_killed_holds_the_same_conversations(games, platform, make_config, write_rows, forked, tmp_path):
     data = write_rows([{"prompt": f"{n} + {n} =", "question": "", "answer": str(2 * n)} for n in range(9)])
 
     def train(name, **variables):
         changes = {key.replace("__", "."): value for key, value in settings(games).items()}
         config = make_config(data, {"run.dir": tmp_path / name, **changes})
         (tmp_path / f"{name}.yaml").write_text(config.model_dump_json())
-        command = [
-            sys.executable,
-            "-m",
-            "dualtune.cli.main",
-            "train",
-            tmp_path / f"{name}.yaml",
-            "--platform",
-            platform,
-        ]
-        return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
+        return forked("dualtune", "train", tmp_path / f"{name}.yaml", "--platform", platform, env=variables)
 
     straight, killed = train("straight"), train("killed", DUALTUNE_FAULT="step:2")
     assert straight.returncode == 0, straight.stderr
