@@ -1,8 +1,8 @@
 """Products of few rows on a CPU by oneDNN: what generation computes at each token is mostly the reading of weights.
 
-torch takes MKL's product, which on an AMD CPU reads a large weight slowly for a few rows: an output head of 49152 ×
-576 takes 1.2 times oneDNN's processor time for one row, 2.3 times for two and 1.5 times for 8 to 64. Layers with fewer
-outputs than inputs gain nothing. The sums are in another order, so they differ by the rounding of float32.
+torch takes MKL's product, which on an AMD CPU reads a large weight, such as an output head, slower than oneDNN's does,
+most of all for two to eight rows (`benchmarks/generation.py`). Layers with fewer outputs than inputs gain nothing. The
+sums are in another order, so they differ by the rounding of float32.
 """
 
 from __future__ import annotations
