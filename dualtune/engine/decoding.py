@@ -157,13 +157,14 @@ class Decoding(Protocol):
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None,
+        *, adapters: Sequence[int] | None = None, held: GenerationCache | None = None,
     ) -> NextLogits:  # fmt: skip
         """Add rows after those that are there, and return the logits after their texts (int32 [T], T >= 1).
 
         `text_of`: the index of each row's text, where several rows begin with the same one, which is computed once. By
         default each text is a row. `adapters`: where there is a bank, the number of each text's adapter in it, or
-        NO_ADAPTER, which is the default.
+        NO_ADAPTER, which is the default. `held`: of a single text, what `Engine.generate` has kept with its adapter: of
+        the tokens at its beginning that are there, keys and values are copied, if the engine can, and not computed.
         """
         ...
 

@@ -56,6 +56,10 @@ class AdapterSet:
             self._tensors = {BASE: neutral} | fitted
         self._current: str | None = None
 
+    def cache_of(self, name: str) -> GenerationCache:
+        """Return the cache of what an adapter, or "base", has read."""
+        return self._caches[name]
+
     def use(self, name: str) -> GenerationCache:
         """Let the engine compute with an adapter, or "base" without one. Return the cache of what it has read.
 

@@ -222,3 +222,38 @@ def test_rows_of_unlike_adapters_for_which_a_bank_fails_follow_each_other(open_s
     assert [name for name, _ in answers._rows._apart] == ["one", "two"] and not answers._rows.has_room("two")
     jobs += [submitted(answers, number) for number in order[2:]]
     assert answered(answers, jobs) == [expected[number] for number in order]
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_a_row_that_enters_the_batch_does_not_compute_what_its_adapter_has_read(open_set, backend, monkeypatch):
+    """Neither its own text so far, nor the beginning that it shares with the last answer of the same adapter."""
+    adapters, long, asked = open_set(backend), "a system message of some length", {"temperature": 0, "max_tokens": 6}
+    bodies = [{"model": "one", "prompt": f"{long} and a", **asked}, {"model": "one", "prompt": f"{long} or", **asked},
+              {"model": "two", "prompt": f"{long} and a", **asked}]  # fmt: skip
+    requests = [read_request(json.dumps(body).encode(), is_chat=False) for body in bodies]
+    answers = answers_of(adapters, bounds=replace(AT_ONCE, rows=1))
+    expected, computed = answered(answers, [*map(answers.submit, requests)]), []
+    decoding = adapters.engine.decoding
+
+    def counted(*bank):
+        made = decoding(*bank)
+        enter = made.enter
+
+        def entered(texts, *args, held=None, **options):
+            computed.extend(len(text) - (held.num_shared(text) if held else 0) for text in texts)
+            return enter(texts, *args, held=held, **options)
+
+        made.enter = entered
+        return made
+
+    monkeypatch.setattr(adapters.engine, "decoding", counted)
+    answers = answers_of(adapters)
+    jobs = [answers.submit(requests[0])]
+    answers.answer_next()
+    answers.answer_next()
+    jobs += [*map(answers.submit, requests[1:])]
+    for name in ("two", "base"):
+        adapters.cache_of(name).clear()
+    assert answered(answers, jobs) == expected
+    first, second, third = computed[-3:]
+    assert first == 1 and second < 6 and third == len(adapters.models["two"].tokenizer.encode_text(bodies[2]["prompt"]))

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,10 +12,11 @@ import pytest
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, Preempted
 from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank, kept_ranks
-from dualtune.engine.decoding import CannotBatch
+from dualtune.engine.decoding import CannotBatch, GenerationCache
 from dualtune.engine.testing.conformance import random_adapter
 from dualtune.engine.testing.numpy_engine import NumpyNextLogits
 from dualtune.train.generation.batched import (
+    FEWEST_HELD,
     Bounds,
     RowBatch,
     _checked,
@@ -445,3 +447,58 @@ class Scripted:
 
     def _rows(self, last):
         return NumpyNextLogits(np.stack([self._logits(each) for each in last]))
+
+
+def test_what_is_held_of_a_text_is_not_computed_again(model, request):
+    """A text that begins as one that was read enters with its keys and values, which stay as they are."""
+    engine, rng, held = model.engine, np.random.default_rng(0), GenerationCache()
+    caches = request.node.callspec.params["model"] != "numpy"
+    engine.load_adapter_state(random_adapter(engine.adapter_state()))
+    read = rng.integers(5, 60, 24).astype(np.int32)
+    read_on = [*islice(engine.generate(read, choose=Chooser(GREEDY, frozenset()), cache=held), 3)]
+    texts = [np.array([*read, *read_on]), np.array([*read[:20], 9, 8, 7]), read[::-1], read[:1]]
+    texts = [text.astype(np.int32) for text in texts]
+
+    def entered(**options):
+        decoding, found = engine.decoding(), []
+        for text in texts:  # each beside those that are there
+            found += [decoding.enter([text], **options).rows()[-1]]
+        return np.stack([*found, *decoding.advance(np.array([6, 7, 8, 9], np.int32)).rows()])
+
+    expected = entered()
+    for _ in range(2):
+        np.testing.assert_allclose(entered(held=held), expected, atol=1e-5)
+    assert held.num_shared(texts[0]) == (26 if caches else 0) and (held.on_device is not None) == caches
+    # Of another adapter, where it would be wrong, it shows that it is used, and of which texts.
+    engine.load_adapter_state(random_adapter(engine.adapter_state(), seed=4))
+    differs = np.abs(entered(held=held) - entered()).max(-1) > 1e-3
+    assert differs.tolist() == [caches and i in (0, 1) for i in (0, 1, 2, 3) * 2]
+
+
+def test_a_row_whose_beginning_is_held_enters_by_itself(model, monkeypatch):
+    """Rows that have read less than it is worth enter together, and all get what they get alone."""
+    read = np.arange(5, 5 + FEWEST_HELD, dtype=np.int32)
+    prompts = [np.append(read, 9), np.array([5, 6], np.int32), np.append(read[:-1], 9), np.append(read, 8)]
+    prompts = [prompt.astype(np.int32) for prompt in prompts]
+    expected = [alone(model, GREEDY, number, prompt) for number, prompt in enumerate(prompts)]
+    rows = [prompted_row(model, number, prompt, GREEDY) for number, prompt in enumerate(prompts)]
+    decoding, counts = model.engine.decoding, []
+    for row in rows:
+        row.held = GenerationCache()
+        list(model.engine.generate(read, choose=lambda logits_V: None, cache=row.held))
+        row.held.tokens = read.tolist()  # also of the NumPy engine, which caches nothing
+
+    def counted():
+        made = decoding()
+        enter = made.enter
+        made.enter = lambda texts, *args, **options: (
+            counts.append((len(texts), options.get("held") is not None)) or enter(texts, *args, **options)
+        )
+        return made
+
+    monkeypatch.setattr(model.engine, "decoding", counted)
+    check_decoding(model.engine, prompts)
+    counts.clear()
+    found = {each.number: each for each in continue_rows(model, rows, bounds=Bounds(least_share=0.0))}
+    assert [(found[n].text, found[n].num_tokens, found[n].is_whole) for n in range(4)] == expected
+    assert counts == [(1, True), (2, False), (1, True)]

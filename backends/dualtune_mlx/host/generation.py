@@ -13,7 +13,7 @@ from mlx import nn
 from mlx_lm.models.cache import BatchKVCache, KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from dualtune.engine.adapter_bank import adapters_of
-from dualtune.engine.decoding import CannotBatch, LikelyRow, likely_on_host, likely_rows
+from dualtune.engine.decoding import CannotBatch, GenerationCache, LikelyRow, likely_on_host, likely_rows
 from dualtune_mlx.host.adapter_bank import BankedModel
 
 
@@ -36,6 +36,18 @@ class RowsCache(BatchKVCache):
         return None if N == 1 else "causal"
 
 
+def _begin(entered: list[RowsCache], held: GenerationCache, text: np.ndarray) -> int:
+    """Put what is held of a text (int32 [T]) into new layers. Return of how many tokens that is."""
+    shared = held.num_shared(text)
+    if not shared or not held.on_device or any(type(layer) is not KVCache for layer in held.on_device):
+        return 0
+    for layer, own in zip(entered, held.on_device, strict=True):
+        # As many columns as tokens: those that are added find no room, and so copy these.
+        layer.keys, layer.values = own.keys[..., :shared, :], own.values[..., :shared, :]
+        layer.offset, layer._idx = layer.offset + shared, shared
+    return shared
+
+
 class MlxDecoding:
     """See `dualtune.engine.decoding.Decoding`. Texts are computed padded on the right, and then moved to the right."""
 
@@ -52,14 +64,17 @@ class MlxDecoding:
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None,
+        *, adapters: Sequence[int] | None = None, held: GenerationCache | None = None,
     ) -> MlxNextLogits:  # fmt: skip
         self._forget_ahead()
         adapters_B = adapters_of(texts, adapters)
         padding = [max(map(len, texts)) - len(text) for text in texts]
         entered = [RowsCache([0] * len(texts)) for _ in make_prompt_cache(self._model)]
+        begin = _begin(entered, held, texts[0]) if held is not None and len(texts) == 1 else 0
         # The last tokens follow by themselves: the output head computes nothing else, because MLX is lazy.
-        tokens_BT = np.array([[*text[:-1], *[0] * spare] for text, spare in zip(texts, padding, strict=True)], np.int32)
+        tokens_BT = np.array(
+            [[*text[:-1], *[0] * spare] for text, spare in zip(texts, padding, strict=True)], np.int32
+        )[:, begin:]
         if tokens_BT.size:
             for layer in entered:
                 layer.prepare(right_padding=padding)

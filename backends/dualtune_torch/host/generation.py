@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from dualtune.engine.adapter_bank import adapters_of
-from dualtune.engine.decoding import CannotBatch, LikelyRow, likely_rows
+from dualtune.engine.decoding import CannotBatch, GenerationCache, LikelyRow, likely_rows
 from dualtune_torch.host.adapter_bank import BankedModel
 from dualtune_torch.host.inputs import to_device
 from dualtune_torch.kernels import allocator
@@ -160,8 +160,7 @@ class GrowingLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append the keys and values of new tokens, and return all."""
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self._hold((key_states, value_states), key_states.shape[2])
+            self.begin(key_states, value_states)
             return self.tensors
         B, added = key_states.shape[0], key_states.shape[2]
         before, end = self._end, self._end + added
@@ -174,6 +173,11 @@ class GrowingLayer(DynamicLayer):
         values[:B, :, before:end] = value_states
         self._show(B, self._start, end)
         return self.tensors
+
+    def begin(self, keys: Tensor, values: Tensor) -> None:
+        """Hold these, which others may hold too: the first tokens that are added find no room, and so copy them."""
+        self.lazy_initialization(keys, values)
+        self._hold((keys, values), keys.shape[2])
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -235,6 +239,24 @@ def _layers(cache: Cache) -> list[GrowingLayer]:
     return [layer for layer in cast("list[GrowingLayer]", cache.layers) if layer.is_initialized]
 
 
+def _new_cache() -> Cache:
+    return Cache(layer_class_to_replicate=GrowingLayer)
+
+
+def _begun(held: GenerationCache, text: np.ndarray) -> tuple[Cache, int]:
+    """Return a cache with the keys and values that are held of a text (int32 [T]), and of how many tokens these are."""
+    cache, shared = _new_cache(), held.num_shared(text)
+    layers: list[Any] = held.on_device.cache.layers if isinstance(held.on_device, _CachedText) else []
+    if not shared or any(layer.is_initialized and layer.keys.shape[2] < shared for layer in layers):  # a window slid
+        return cache, 0
+    for layer in layers:
+        begun = GrowingLayer()
+        if layer.is_initialized:
+            begun.begin(layer.keys[:, :, :shared], layer.values[:, :, :shared])
+        cache.layers.append(begun)
+    return cache, shared if layers else 0
+
+
 class TorchDecoding:
     """See `dualtune.engine.decoding.Decoding`.
 
@@ -259,15 +281,15 @@ class TorchDecoding:
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None,
+        *, adapters: Sequence[int] | None = None, held: GenerationCache | None = None,
     ) -> TorchNextLogits:  # fmt: skip
         lengths_B, adapters_B = np.array([len(text) for text in texts], np.int64), adapters_of(texts, adapters)
         width = int(lengths_B.max())
         tokens_BT = np.zeros((len(texts), width), np.int64)
         for row, text in zip(tokens_BT, texts, strict=True):
             row[width - len(text) :] = text
-        entered = Cache(layer_class_to_replicate=GrowingLayer)
-        logits = self._next_logits(tokens_BT, lengths_B, width, entered, adapters_B)
+        entered, begin = _begun(held, texts[0]) if held is not None and len(texts) == 1 else (_new_cache(), 0)
+        logits = self._next_logits(tokens_BT[:, begin:], lengths_B, width, entered, adapters_B)
         if text_of is not None:
             (indices,) = to_device([np.array(text_of)], self._device)
             for layer in _layers(entered):

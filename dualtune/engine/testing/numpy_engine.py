@@ -406,7 +406,7 @@ class NumpyDecoding:
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None,
+        *, adapters: Sequence[int] | None = None, held: GenerationCache | None = None,
     ) -> NumpyNextLogits:  # fmt: skip
         rows = [*range(len(texts))] if text_of is None else [*text_of]
         adapters_B = adapters_of(texts, adapters)[rows]

@@ -18,7 +18,7 @@ import numpy as np
 from dualtune.base import interrupt
 from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank
 from dualtune.engine.backend import NOISE, Engine
-from dualtune.engine.decoding import CannotBatch, Decoding, NextLogits
+from dualtune.engine.decoding import CannotBatch, Decoding, GenerationCache, NextLogits
 from dualtune.train.fingerprints import TOP_K, plain_batch
 from dualtune.train.generation.inference import LoadedModel, allowed_tokens
 from dualtune.train.generation.sampling import LIKELY_TOKENS, Chooser, Sampling, choose_all
@@ -26,6 +26,7 @@ from dualtune.train.generation.token_logprobs import TokenLogprobs, TopTokens, t
 
 MOST_ROWS = 64
 MOST_TOKENS = 1 << 14  # in the cache, rows times the longest: 2 GiB for a Llama of 8B parameters in 16 bits
+FEWEST_HELD = 16  # tokens: fewer are computed together with the others that enter
 TRIAL_TOKENS = (8, 3)  # of the two texts by which a batch is checked
 _checked: WeakKeyDictionary[Engine, set[frozenset[str]]] = WeakKeyDictionary()  # and the layers of which banks
 
@@ -49,9 +50,12 @@ class Bounds:
             longest = max(longest, waiting[0].most_tokens)
             widest = max(widest, waiting[0].num_tokens)
             is_large = count * longest > self.tokens or (entering and (len(entering) + 1) * widest > self.entering)
-            if count > 1 and is_large:
+            begins_held = waiting[0].begins_held
+            if (count > 1 and is_large) or (entering and begins_held):
                 break
             entering.append(waiting.popleft())
+            if begins_held:
+                break
         if active and waiting and len(entering) < self.least_share * (len(active) + len(entering)):
             waiting.extendleft(reversed(entering))
             return []
@@ -72,10 +76,21 @@ class PromptedRow:
     is_whole: bool = False  # the model ended it
     sample: int = 0  # of those of the prompt
     adapter: int = NO_ADAPTER  # its number in the bank, where the rows of a batch have several
+    held: GenerationCache | None = None  # with the same adapter, perhaps of the beginning of its text
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.tokens)
+
+    @property
+    def text(self) -> np.ndarray:
+        """The prompt and its continuation, int32 [T]."""
+        return np.array([*self.prompt, *self.tokens], np.int32)
+
+    @property
+    def begins_held(self) -> bool:
+        """Whether enough of its beginning is held, so that it is worth entering by itself."""
+        return self.held is not None and self.held.num_shared(self.text) >= FEWEST_HELD
 
     @property
     def most_tokens(self) -> int:
@@ -375,13 +390,15 @@ def _enter(decoding: Decoding, rows: Sequence[PromptedRow]) -> NextLogits:
     number_of, text_of = dict[tuple[int, bytes], int](), list[int]()
     texts, adapters = list[np.ndarray](), list[int]()
     for row in rows:
-        text = np.array([*row.prompt, *row.tokens], np.int32)
+        text = row.text
         number = number_of.setdefault((row.adapter, text.tobytes()), len(texts))
         if number == len(texts):
             texts.append(text)
             adapters.append(row.adapter)
         text_of.append(number)
     options: dict[str, Any] = {} if set(adapters) == {NO_ADAPTER} else {"adapters": adapters}
+    if len(rows) == 1 and rows[0].begins_held:
+        options["held"] = rows[0].held
     return decoding.enter(texts, **options) if len(texts) == len(rows) else decoding.enter(texts, text_of, **options)
 
 

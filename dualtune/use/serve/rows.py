@@ -1,7 +1,8 @@
 """The rows of the requests that are answered at once: one batch where they can be, else one row after another.
 
 A row that is alone is continued as one text, with the cache of what its adapter has read before. When a second one
-comes, the two are a batch, which others enter at their next token.
+comes, the two are a batch, which others enter at their next token. Of a text that begins with what that cache holds,
+only the rest is computed there too.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank, bank_batches, why_not_bankable
 from dualtune.engine.decoding import CannotBatch
@@ -97,7 +96,7 @@ class ServedRows:
             self._tokens = None
 
     def _numbered(self, name: str, row: PromptedRow) -> PromptedRow:
-        row.adapter = self._group.number_of(name)
+        row.adapter, row.held = self._group.number_of(name), self._adapters.cache_of(name)
         return row
 
     def _common_batch(self) -> RowBatch | None:
@@ -151,8 +150,7 @@ class ServedRows:
         cache, failure = self._adapters.use(name), None
         try:
             if self._tokens is None:
-                text = np.array([*row.prompt, *row.tokens], np.int32)
-                self._tokens = self._engine.generate(text, choose=row.choose, cache=cache)
+                self._tokens = self._engine.generate(row.text, choose=row.choose, cache=cache)
             if not row.has_ended:
                 row.append(next(self._tokens, None))
         except Exception as error:
