@@ -107,12 +107,14 @@ def test_records_of_all_are_the_same_in_each():
 
     def work(team):
         values_NR = np.array([[0.1, math.nan]]) * (team.rank + 1)
-        found = team.collect([JudgedAnswers(values_NR, values_NR[:, 0], (f"of {team.rank}",))], JudgedAnswers.read)
+        judged = JudgedAnswers(values_NR, np.array([team.rank == 1]), np.ones(2), (f"of {team.rank}",))
+        found = team.collect([judged], JudgedAnswers.read)
         return JudgedAnswers.joined(found, [1, 0])
 
     for found in in_world(2, work):
         np.testing.assert_array_equal(found.values_NR, [[0.2, math.nan], [0.1, math.nan]])
-        assert found.totals_N.tolist() == [0.2, 0.1] and found.failures == ("of 0", "of 1")
+        np.testing.assert_array_equal(found.totals_N, [math.nan, 0.1])
+        assert found.failures == ("of 0", "of 1")
 
 
 def works(team, seconds, ends=lambda: None):

@@ -1,5 +1,7 @@
 """Evaluation in the loop: the mean over all targets, read one micro-batch late."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from dualtune.data.batches import SequenceLayout
@@ -10,6 +12,8 @@ from dualtune.train.evaluation import evaluate
 
 class Engine:
     """Notes when a micro-batch is handed over and when its loss is asked for."""
+
+    description = SimpleNamespace(device="cpu")
 
     def __init__(self):
         self.log = []

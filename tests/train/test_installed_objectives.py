@@ -84,5 +84,6 @@ def test_check_config_asks_for_the_objective(my_package, tmp_path):
     found = {}
     for name in ("dpo", "per-target", "per-taget"):
         report = check_config(tmp_path / "c.yaml", [f"train.objective={name}"], platform="numpy")
-        found[name] = [check.level for check in report.checks if check.name == "objective"]
-    assert found == {"dpo": [], "per-target": ["ok"], "per-taget": ["fail"]}
+        found[name] = [(check.name, check.level) for check in report.checks if check.name in ("objective", "schema")]
+    assert found["dpo"] == [("schema", "ok")] and found["per-taget"] == [("schema", "fail")]
+    assert found["per-target"] == [("schema", "ok"), ("objective", "ok")]

@@ -62,10 +62,9 @@ def _check_together(engine: Engine, vocab: int, each: Sequence[Engine], bank: Ad
     def enter(*lengths: int, text_of: Sequence[int] | None = None) -> None:
         new = [rng.integers(3, vocab, n).astype(np.int32) for n in lengths]
         numbers: list[int] = rng.integers(NO_ADAPTER, 0 if bank is None else len(bank), len(new)).tolist()
-        options = {} if bank is None else {"adapters": numbers}
         rows = range(len(new)) if text_of is None else text_of
         entered, engines = [new[i] for i in rows], [each[numbers[i]] for i in rows]
-        _check_logits(engines, entered, decoding.enter(new, text_of, **options))
+        _check_logits(engines, entered, decoding.enter(new, text_of, adapters=None if bank is None else numbers))
         texts.extend(entered)
         alone.extend(engines)
 

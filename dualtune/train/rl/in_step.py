@@ -79,10 +79,10 @@ class DecodingInStep:
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None,
+        *, adapters: Sequence[int] | None = None, held: GenerationCache | None = None,
     ) -> NextLogits:  # fmt: skip
         self._tell()
-        return self._decoding.enter(texts, text_of, adapters=adapters)
+        return self._decoding.enter(texts, text_of, adapters=adapters, held=held)
 
     def advance(self, tokens_B: np.ndarray) -> NextLogits:
         self._tell()
