@@ -33,6 +33,7 @@ def request_for(model):
         ("torch", "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
         ("torch", "MemoryError: std::bad_alloc"),  # of the compiler, in an error of its own
         ("torch", "can't start new thread"),
+        ("torch", "could not create a primitive"),
         ("torch", "CUDA out of memory. Tried to allocate 20.00 MiB"),
         ("torch", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         ("torch", "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
@@ -54,6 +55,7 @@ def test_a_backend_knows_its_own_shortages(open_backend, name, text):
     assert not backend.is_device_fault(RuntimeError(text))
     assert not backend.is_out_of_memory(ValueError(text))
     assert not backend.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not backend.is_out_of_memory(RuntimeError("could not create a primitive descriptor for a matmul primitive"))
 
 
 @pytest.mark.parametrize(

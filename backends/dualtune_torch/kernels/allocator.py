@@ -34,6 +34,8 @@ SHORTAGES = (
     "CUDA out of memory", "CUDA error: out of memory", "CUDA driver error: out of memory",
     "Triton Error [CUDA]: out of memory", "_STATUS_ALLOC_FAILED", "_ALLOCATION_FAILED",
 )  # fmt: skip
+# oneDNN's, whole: what it cannot compute at all lacks a "primitive descriptor".
+PRODUCT_SHORTAGE = "could not create a primitive"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -42,7 +44,9 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in SHORTAGES)
+    if not isinstance(error, RuntimeError):
+        return False
+    return any(text in str(error) for text in SHORTAGES) or str(error).rstrip().endswith(PRODUCT_SHORTAGE)
 
 
 def limit_memory(limit_bytes: int | None, device: torch.device) -> None:
