@@ -1,7 +1,8 @@
 """Experts that transformers computes by code of a family's own, in the form that the others share.
 
-What `use_experts_implementation` tells of a module stands here as attributes of a class that takes the place of
-transformers'. The numbers are the same; the cost becomes that of the experts that a token is sent to.
+What `use_experts_implementation` tells of a module stands here as attributes of a class that comes before transformers'
+own. That one is known by its name, so that no family is imported for the sake of another. The numbers are the same; the
+cost becomes that of the experts that a token is sent to.
 
 - Llama 4 sends every token to all experts, times 0 where it was not chosen: an expert without a bias makes 0 of 0. What
   is chosen is weighed before it enters the expert.
@@ -10,11 +11,10 @@ transformers'. The numbers are the same; the cost becomes that of the experts th
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from transformers.models.llama4.modeling_llama4 import Llama4TextExperts, Llama4TextMoe
-from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 
 from dualtune_torch.mixture import mixture
 
@@ -39,11 +39,17 @@ class CommonForm:
         return self.act_fn(gate_S) * up_S
 
 
-class Llama4Experts(CommonForm, Llama4TextExperts):  # pyright: ignore[reportIncompatibleMethodOverride]
+class Llama4Experts(CommonForm):
     is_transposed, weighs_inputs = True, True
 
 
-class Llama4Mixture(Llama4TextMoe):
+class Llama4Mixture:
+    hidden_dim: int
+    top_k: int
+    router: Any
+    experts: Any
+    shared_expert: Any
+
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         x_TI = hidden_states.reshape(-1, self.hidden_dim)
         scores_TE, logits_TE = self.router(x_TI)
@@ -52,20 +58,26 @@ class Llama4Mixture(Llama4TextMoe):
         return self.shared_expert(x_TI) + y_TI, logits_TE
 
 
-class LongcatExperts(CommonForm, LongcatFlashExperts):
+class LongcatExperts(CommonForm):
     passes_on = True
 
 
-FORMS: dict[type[nn.Module], type[nn.Module]] = {
-    Llama4TextExperts: Llama4Experts,
-    Llama4TextMoe: Llama4Mixture,
-    LongcatFlashExperts: LongcatExperts,
+FORMS: dict[str, type[Any]] = {
+    "Llama4TextExperts": Llama4Experts,
+    "Llama4TextMoe": Llama4Mixture,
+    "LongcatFlashExperts": LongcatExperts,
 }
 
 
 def with_common_forms(model: Model) -> Model:
     """Return the model with experts in the common form. Names and parameters stay."""
     for module in model.modules():
-        if (form := FORMS.get(type(module))) is not None:
-            module.__class__ = form
+        if type(module).__name__ in FORMS:
+            module.__class__ = _in_common_form(type(module))
     return model
+
+
+@cache
+def _in_common_form(kind: type[nn.Module]) -> type[nn.Module]:
+    form = FORMS[kind.__name__]
+    return type(form.__name__, (form, kind), {})
