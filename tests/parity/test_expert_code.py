@@ -193,10 +193,7 @@ def test_peft_and_merges_compute_the_same_and_give_it_back(load, models, tmp_pat
     model = models(name)
     engine = trained(load("torch", model))
     state, expected = engine.adapter_state(), at_tokens(engine.logprobs(BATCH))
-    adapter = Adapter(SPEC, state, str(model), naming=naming_of(model, modules_of(state)))
-    for layout in ("dual", "peft", "mlx"):
-        write_adapter(tmp_path / layout, adapter, layout=layout)
-        assert_equal(read_adapter(tmp_path / layout).tensors, state)
+    tiny_families.write_in_all_layouts(tmp_path, SPEC, state, model)
     loaded = peft.PeftModel.from_pretrained(of_transformers(model), str(tmp_path / "peft")).eval()
     with torch.no_grad():
         assert np.abs(rows_of(loaded).numpy() - expected).max() <= tolerances.LOGPROBS

@@ -16,9 +16,9 @@ from dualtune.engine.testing.tiny_models import random_batch
 from dualtune.model.adapter import AdapterSpec, modules_of
 from dualtune.model.experts import expert_of
 from dualtune.model.formats.canonical import to_pairs
-from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.model.formats.directory import read_adapter
 from dualtune.model.optimizer import OptimizerSpec
-from dualtune.model.places import in_names_of, naming_of
+from dualtune.model.places import in_names_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -291,10 +291,7 @@ def test_peft_and_mlx_lm_and_merges_compute_the_same_and_give_it_back(load, mode
     model = models(family)
     engine = trained(load("torch", model))
     state, expected = engine.adapter_state(), at_tokens(engine.logprobs(BATCH))
-    adapter = Adapter(SPEC, state, str(model), naming=naming_of(model, modules_of(state)))
-    for layout in ("dual", "peft", "mlx"):
-        write_adapter(tmp_path / layout, adapter, layout=layout)
-        assert_equal(read_adapter(tmp_path / layout).tensors, state)
+    tiny_families.write_in_all_layouts(tmp_path, SPEC, state, model)
     # PEFT
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "peft")).eval()

@@ -15,8 +15,11 @@ from transformers import (
 )
 
 from dualtune.engine.backend import Engine
-from dualtune.engine.testing.conformance import random_adapter
+from dualtune.engine.testing.conformance import assert_equal, random_adapter
 from dualtune.engine.testing.tiny_models import random_batch
+from dualtune.model.adapter import AdapterSpec, Tensors, modules_of
+from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.model.places import naming_of
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -111,6 +114,14 @@ def trained(engine: Engine) -> Engine:
     """Give the engine an adapter that changes something."""
     engine.load_adapter_state(random_adapter(engine.adapter_state()))
     return engine
+
+
+def write_in_all_layouts(directory: Path, spec: AdapterSpec, state: Tensors, model: Path) -> None:
+    """Write an adapter in a directory for each layout, which gives it back as it was."""
+    adapter = Adapter(spec, state, str(model), naming=naming_of(model, modules_of(state)))
+    for layout in ("dual", "peft", "mlx"):
+        write_adapter(directory / layout, adapter, layout=layout)
+        assert_equal(read_adapter(directory / layout).tensors, state)
 
 
 def at_tokens(logprobs: np.ndarray) -> np.ndarray:
