@@ -57,12 +57,14 @@ from dualtune.data.chat.conversations import (
     with_reasoning,
 )
 from dualtune.data.chat.row_values import (
+    CLASSES,
     EQUAL_SCORES,
     KEYS_OF_REASONING,
     PARSED,
     REASONING,
     REVERSED_SCORES,
     SYSTEM_NAMES,
+    UNREAD,
     UNREAD_LABEL,
     Columns,
     as_object,
@@ -74,7 +76,9 @@ from dualtune.data.chat.row_values import (
     listed,
     needed,
     shown,
+    suggested_columns,
     unread,
+    words_of,
 )
 from dualtune.data.sources.rows import BadRow, RawRow, RowError, Tie, TieError
 
@@ -216,10 +220,17 @@ def detect_format(row: RawRow, columns: Columns) -> str:
     if names:
         _check_columns(columns, names[0])
     formats = "; ".join(f"{name} ({', '.join(format.keys)})" for name, format in FORMATS.items())
+    likely = ", ".join(f"{key}: {column}" for key, column in suggested_columns(row.fields).items())
     raise DataError(
-        f"{row.where}: no known format has the keys {listed(row.fields)}. Known: {formats}. "
-        "Map other names with data.columns, for example columns: {prompt: question, completion: answer}."
+        f"{row.where}: no known format has the keys {listed(row.fields)}. Known: {formats}. Map other names with "
+        + (f"data.columns, here likely {{{likely}}}." if likely else _UNTOLD)
     )
+
+
+_UNTOLD = (
+    "data.columns, for example columns: {prompt: question, completion: answer}; what is a list or an object must first "
+    "be written as a text of its own."
+)
 
 
 def _formats_of(row: RawRow, columns: Columns) -> list[str]:
@@ -255,6 +266,8 @@ def _convert(row: RawRow, name: str, columns: Columns, reading: RowReading) -> E
         kinds = reading.notices | unread(row.fields, read, texts, thoughts)
         if name in _PLAIN and (label := _unread_label(row.fields, read)):
             kinds.add(f"{UNREAD_LABEL}: {label}")
+        if example.is_text:
+            kinds |= {f"{UNREAD}: {name}" for name in row.fields.keys() - read if words_of(name) & CLASSES}
         return replace(example, notices=frozenset(kinds)) if kinds else example
     except RowError as reason:
         kind = Tie if isinstance(reason, TieError) else BadRow
