@@ -284,6 +284,16 @@ def test_the_columns_that_are_likely_meant_are_said_and_can_be_read(row, columns
     read(row, columns=columns)
 
 
+@pytest.mark.parametrize("row", [{"prompt": "2+2?"}, {"prompt": [ASK], "ground_truth": "4", "reward_model": {"a": 1}}])
+def test_a_prompt_is_one_alone_unless_another_column_may_be_its_answer(row):
+    example = read(row)
+    assert (example.is_prompt, said(row)) == (True, PAIR[:1])
+    assert read(row | {"answer": None}) == example
+    with pytest.raises(DataError, match=r"data\.format: prompt reads the prompt alone\.$"):
+        result(row | {"answer": "4"})
+    assert read(row | {"answer": "4"}, format="prompt").is_prompt
+
+
 @pytest.mark.parametrize("row", [
     {"question": "2+2?", "answers": {"text": ["4."], "answer_start": [0]}}, {"chat": "USER: 2+2? ASSISTANT: 4."},
     {"en": "one", "fr": "un"}, {"question": "2+2?"},

@@ -80,12 +80,17 @@ def sentence(kind: str) -> str:
 
 
 def unread(
-    fields: Mapping[str, Any], read: Collection[str], texts: Iterable[str], reasoning: Iterable[str] = ()
+    fields: Mapping[str, Any],
+    read: Collection[str],
+    texts: Iterable[str],
+    reasoning: Iterable[str] = (),
+    *,
+    is_plain: bool = False,
 ) -> set[str]:
     """Return the kinds of the columns that are not in `read` and seem to hold a part of the conversation.
 
     `texts` and `reasoning` are what was read: a column that only repeats them, or that is all the texts with a frame,
-    is no loss.
+    is no loss. The class of a plain text (`is_plain`) is one of these columns, whatever it holds.
     """
     kinds: set[str] = set()
     whole: str | None = None
@@ -97,6 +102,9 @@ def unread(
             kinds.add(f"{INDEX_COLUMN}: {name}")
             continue
         words = words_of(name)
+        if is_plain and words & CLASSES and value is not None:
+            kinds.add(f"{UNREAD}: {name}")
+            continue
         is_content = bool(words & (CONTENT | OF_TASKS)) and not words & ABOUT
         leaves = list(_texts_of(value)) if is_content or _holds_messages(value) else []
         if not leaves:
@@ -279,14 +287,19 @@ _LIKELY_TEXTS = ("content", "text", "body", "document", "article", "code", "stor
 
 def suggested_columns(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the `data.columns` with which a row of no known format is likely meant; {} if its names do not tell."""
-    texts = {name.lower(): name for name, value in fields.items() if isinstance(value, str) or is_scalar(value)}
+    texts = {str(name).lower(): name for name, value in fields.items() if isinstance(value, str) or is_scalar(value)}
     columns: dict[str, str] = {}
     for key, names in _LIKELY.items():
         column = next((texts[name] for name in names if name in texts and texts[name] not in columns.values()), None)
         columns |= {} if column is None else {key: column}
     if {"prompt", "completion"} <= columns.keys():
         return {key: column for key, column in columns.items() if column != key}
-    return next(({"text": texts[name]} for name in _LIKELY_TEXTS if name in texts), {})
+    return next(({"text": texts[name]} for name in _LIKELY_TEXTS if name in texts), dict[str, str]())
+
+
+def has_likely_answer(fields: Mapping[str, Any]) -> bool:
+    """Return whether a column has a usual name of an answer, and a value."""
+    return any(str(name).lower() in _LIKELY["completion"] and has_value(fields, name) for name in fields)
 
 
 def left_out(columns: Columns) -> set[str]:
