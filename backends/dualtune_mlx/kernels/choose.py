@@ -11,7 +11,7 @@ from mlx import nn
 
 from dualtune.base.errors import ConfigError
 from dualtune_mlx.card import CARD
-from dualtune_mlx.kernels import attention, compiled, cross_entropy, gated_delta
+from dualtune_mlx.kernels import attention, compiled, cross_entropy, gated_delta, recurrences
 from dualtune_mlx.kernels.attention import Attention
 from dualtune_mlx.kernels.compiled import Compiled
 from dualtune_mlx.kernels.cross_entropy import Head
@@ -81,6 +81,8 @@ def choose(
             chosen.plain.append("attention plain: this model does not call mlx-lm's function")
         if gated_delta.install(model):
             chosen.used.append("gated delta rule")
+        if recurrences.install(model):
+            chosen.used.append("selective scan")
     # Compiling comes last: it compiles what was chosen before.
     if "compiled step" in names:
         reason = compiled.why_not() if kernels == "fused" or pieces is not None else compiled.why_not_worth_it()

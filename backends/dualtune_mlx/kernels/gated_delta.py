@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx import nn
 
 from dualtune_mlx.kernels.compiled import replace_name
+from dualtune_mlx.kernels.recurrences import in_recomputed_chunks
 
 NAME = "gated_delta_update"  # mlx-lm's function, in the files of its models
 CHUNK = 64  # tokens; a power of two
@@ -27,7 +28,10 @@ def install(model: nn.Module) -> bool:
 
 
 def in_chunks(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return mlx-lm's function `plain`, by chunks where it begins a text and has one decay for each head."""
+    """Return mlx-lm's function `plain`, by chunks where it begins a text and has one decay for each head.
+
+    In training its walk through another text is computed by chunks too, which the backward pass computes again.
+    """
 
     def update(
         q_BTKd: mx.array, k_BTKd: mx.array, v_BTHe: mx.array, a: mx.array, b_BTH: mx.array, A_log: mx.array,
@@ -35,7 +39,17 @@ def in_chunks(plain: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:  # fmt: skip
         begins = state is None and mask is None and q_BTKd.shape[1] > 1
         if not begins or a.ndim != 3 or options.get("lower_bound") is not None:
-            return plain(q_BTKd, k_BTKd, v_BTHe, a, b_BTH, A_log, dt_bias, state, mask, **options)
+            if mask is not None or options.get("use_kernel", True):
+                return plain(q_BTKd, k_BTKd, v_BTHe, a, b_BTH, A_log, dt_bias, state, mask, **options)
+            if state is None:
+                state = mx.zeros((v_BTHe.shape[0], *v_BTHe.shape[2:], q_BTKd.shape[-1]))
+
+            def walk(
+                q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array, *decay: mx.array
+            ):
+                return plain(q, k, v, a, b, *decay, state, None, **options)
+
+            return in_recomputed_chunks(walk, (q_BTKd, k_BTKd, v_BTHe, a, b_BTH), state, (A_log, dt_bias))
         beta_BTH = mx.sigmoid(b_BTH.astype(mx.float32)) * (2.0 if options.get("allow_neg_eigval") else 1.0)
         softplus_BTH = mx.logaddexp((a + dt_bias).astype(mx.float32), mx.array(0.0))
         y, state = gated_delta(q_BTKd, k_BTKd, v_BTHe, -mx.exp(A_log.astype(mx.float32)) * softplus_BTH, beta_BTH)
