@@ -177,6 +177,10 @@ def _starcoder2(model: nn.Module, config: Mapping[str, Any]) -> None:
 NANOCHAT_EPS = 1e-6  # of transformers' NanoChatConfig
 
 
+def _nanochat_norm(x: mx.array) -> mx.array:
+    return mx.fast.rms_norm(x, None, NANOCHAT_EPS)
+
+
 def _nanochat(model: nn.Module, config: Mapping[str, Any]) -> None:
     """mlx-lm's norms are a function with a constant (`nanochat.py`: 1e-5): here it is transformers'."""
     if (eps := config.get("rms_norm_eps", NANOCHAT_EPS)) != NANOCHAT_EPS:
@@ -186,7 +190,7 @@ def _nanochat(model: nn.Module, config: Mapping[str, Any]) -> None:
         )
     from mlx_lm.models import nanochat
 
-    nanochat.rms_norm = lambda x: mx.fast.rms_norm(x, None, NANOCHAT_EPS)
+    nanochat.rms_norm = _nanochat_norm
 
 
 def _phi3small(model: Any, config: Mapping[str, Any]) -> None:
