@@ -138,8 +138,9 @@ def find_routers(model: PreTrainedModel) -> list[nn.Module]:
 def _recorded(module: nn.Module) -> Iterator[type[nn.Module]]:
     """Yield the classes that a model records the logits of routers of."""
     outputs = cast("Mapping[str, Any]", getattr(module, "_can_record_outputs", None) or {})
-    recorders = outputs.get("router_logits")
-    for recorder in recorders if isinstance(recorders, list) else [recorders]:
+    found = outputs.get("router_logits")
+    recorders: list[Any] = found if isinstance(found, list) else [found]
+    for recorder in recorders:
         kind = getattr(recorder, "target_class", None)
         if kind and recorder.index == RECORDED.get(kind.__name__, 0):
             yield kind
