@@ -228,7 +228,7 @@ def did_you_mean_path(path: str | Path) -> str:
     Only the first part that is missing is compared, with its neighbours: by their names without suffixes first, for
     these make any two files alike.
     """
-    path = missing = expanded(path)
+    path = missing = Path(path)
     while not os.path.lexists(missing.parent):
         missing = missing.parent
     try:

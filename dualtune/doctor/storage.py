@@ -84,7 +84,7 @@ def _data_check(name: str) -> Check:
         "data",
         "fail",
         f"{path.absolute()}: no such file or directory",
-        f"Put it there, or correct the path in the config{did_you_mean_path(name)}",
+        f"Put it there, or correct the path in the config{did_you_mean_path(path)}",
     )
 
 
