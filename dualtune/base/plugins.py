@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ from dualtune.base import fields
 from dualtune.base.errors import ConfigError
 
 
-def points_of(group: str) -> list[EntryPoint]:
+def points_of(group: str) -> tuple[EntryPoint, ...]:
     """Return the entry points of a group, as `importlib.metadata.entry_points`, which reads files of all packages."""
-    return [*_points(tuple(map(_state, sys.path))).select(group=group)]
+    return _points(group, tuple(map(_state, sys.path)))
 
 
-@lru_cache(maxsize=1)
-def _points(path: Hashable) -> EntryPoints:
-    return entry_points()
+@lru_cache(maxsize=16)
+def _points(group: str, path: Hashable) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=group))
 
 
 def _state(directory: str) -> tuple[str, int | None]:
