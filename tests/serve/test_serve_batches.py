@@ -8,6 +8,7 @@ import pytest
 
 from dualtune.base.http_server import BadRequest
 from dualtune.engine.decoding import CannotBatch
+from dualtune.engine.testing import tolerances
 from dualtune.model.adapter import AdapterSpec, init_adapter, tensor_name
 from dualtune.model.config_file import vocabulary_size
 from dualtune.model.formats.directory import Adapter, write_adapter
@@ -126,7 +127,8 @@ class Failing:
     """A decoding that fails at its second step, or where memory is short for more than three rows."""
 
     def __init__(self, inner, is_short):
-        self.enter, self._inner, self._is_short, self._steps = inner.enter, inner, is_short, 0
+        self.enter, self.hold = inner.enter, inner.hold
+        self._inner, self._is_short, self._steps = inner, is_short, 0
 
     def advance(self, tokens_B):
         self._steps += 1
@@ -224,16 +226,52 @@ def test_rows_of_unlike_adapters_for_which_a_bank_fails_follow_each_other(open_s
     assert answered(answers, jobs) == [expected[number] for number in order]
 
 
-@pytest.mark.parametrize("backend", ["torch", "mlx"])
-def test_a_row_that_enters_the_batch_does_not_compute_what_its_adapter_has_read(open_set, backend, monkeypatch):
-    """Neither its own text so far, nor the beginning that it shares with the last answer of the same adapter."""
-    adapters, long, asked = open_set(backend), "a system message of some length", {"temperature": 0, "max_tokens": 6}
-    bodies = [{"model": "one", "prompt": f"{long} and a", **asked}, {"model": "one", "prompt": f"{long} or", **asked},
-              {"model": "two", "prompt": f"{long} and a", **asked}]  # fmt: skip
+@pytest.mark.parametrize("backend", ["numpy", "torch", "mlx"])
+def test_prompts_of_several_models_are_scored_in_one_pass(open_set, backend, monkeypatch):
+    """Each as it is alone, while others are answered; one that fails, fails alone."""
+    adapters = open_set(backend)
+    texts = ["12 and so on", "12", "34 and 56", "12 and so on"]
+    bodies = [
+        {"model": name, "prompt": text, "max_tokens": 0, "echo": True, "logprobs": top}
+        for name, text, top in zip(("one", "two", "base", "base"), texts, (2, 0, 3, 1), strict=True)
+    ]
     requests = [read_request(json.dumps(body).encode(), is_chat=False) for body in bodies]
-    answers = answers_of(adapters, bounds=replace(AT_ONCE, rows=1))
-    expected, computed = answered(answers, [*map(answers.submit, requests)]), []
-    decoding = adapters.engine.decoding
+    answers = answers_of(adapters)
+    expected = [answered(answers, [answers.submit(request)])[0] for request in requests]
+    answered(answers, [*map(answers.submit, requests)])  # an engine is tried before it computes with a bank
+    passes, engine = [], adapters.engine
+    target_logprobs = engine.target_logprobs
+    monkeypatch.setattr(
+        engine, "target_logprobs", lambda batch: passes.append(len(batch.tokens_BT)) or target_logprobs(batch)
+    )
+    running = submitted(answers, 0)
+    answers.answer_next()
+    found = answered(answers, [*map(answers.submit, requests)])
+    assert passes == [4] and said(running)[0]
+    for (text, pieces), (own_text, own) in zip(found, expected, strict=True):
+        (table, end), (own_table, own_end) = ((dict(each[0].table), each[1]) for each in (pieces, own))
+        assert (text, end) == (own_text, own_end)
+        for key in ("token_logprobs", "top_logprobs"):
+            mine, its = (flat(each.pop(key)) for each in (table, own_table))
+            assert [*mine] == [*its] and [*mine.values()] == pytest.approx([*its.values()], abs=tolerances.LOGPROBS)
+        assert table == own_table
+    fails = lambda batch: 1 / 0 if batch.num_targets < 5 or len(batch.tokens_BT) > 1 else target_logprobs(batch)  # noqa: E731
+    monkeypatch.setattr(engine, "target_logprobs", fails)
+    found = answered(answers, [*map(answers.submit, requests[:2])])
+    assert found[0][0] == texts[0] and [error.status for error in found[1][1]] == [500]
+
+
+def flat(values):
+    """The numbers of a table's list, each by its place, and token."""
+    named = [each if isinstance(each, dict) else {"": each} for each in values or ()]
+    return {
+        (i, token): value for i, each in enumerate(named) for token, value in sorted(each.items()) if value is not None
+    }
+
+
+def count_computed(monkeypatch, engine, computed):
+    """How many tokens of each text that enters a batch are computed."""
+    decoding = engine.decoding
 
     def counted(*bank):
         made = decoding(*bank)
@@ -246,14 +284,57 @@ def test_a_row_that_enters_the_batch_does_not_compute_what_its_adapter_has_read(
         made.enter = entered
         return made
 
-    monkeypatch.setattr(adapters.engine, "decoding", counted)
+    monkeypatch.setattr(engine, "decoding", counted)
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_a_batch_does_not_compute_what_the_batch_before_has_read(open_set, backend, monkeypatch):
+    """Each conversation goes on, and others begin alike: only what is new is computed, as far as texts are held."""
+    adapters = open_set(backend)
+    texts = [f"{number} is a system message of some length, and a" for number in range(3)]
+    asked = [(name, text) for name, text in zip(("one", "two", "one"), texts, strict=True)]
+
+    def ask(answers, asked):
+        bodies = [{"model": name, "prompt": text, "temperature": 0, "max_tokens": 6} for name, text in asked]
+        jobs = [answers.submit(read_request(json.dumps(body).encode(), is_chat=False)) for body in bodies]
+        return [text for text, _ in answered(answers, jobs)]
+
+    def turns(answers):
+        first = ask(answers, asked)
+        computed.clear()
+        following = [(name, f"{text}{said} or") for (name, text), said in zip(asked, first, strict=True)]
+        return first, ask(answers, [*following, (asked[0][0], f"{asked[0][1]}nother")])
+
+    computed = list[int]()
+    expected = turns(answers_of(adapters, bounds=replace(AT_ONCE, rows=1)))
+    adapters.held.forget()
+    count_computed(monkeypatch, adapters.engine, computed)
+    adapters.held.most_tokens = 1000
+    assert turns(answers_of(adapters)) == expected
+    assert len(computed) == 4 and max(computed) <= 12, computed  # a token is a character here
+    adapters.held.forget()
+    adapters.held.most_tokens = 0  # the last text of each model alone is held
+    assert turns(answers_of(adapters)) == expected
+    assert len(computed) == 4 and sorted(each > 12 for each in computed) == [False, False, True, True], computed
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_a_row_that_enters_the_batch_does_not_compute_what_its_adapter_has_read(open_set, backend, monkeypatch):
+    """Neither its own text so far, nor the beginning that it shares with the last answer of the same adapter."""
+    adapters, long, asked = open_set(backend), "a system message of some length", {"temperature": 0, "max_tokens": 6}
+    bodies = [{"model": "one", "prompt": f"{long} and a", **asked}, {"model": "one", "prompt": f"{long} or", **asked},
+              {"model": "two", "prompt": f"{long} and a", **asked}]  # fmt: skip
+    requests = [read_request(json.dumps(body).encode(), is_chat=False) for body in bodies]
+    answers = answers_of(adapters, bounds=replace(AT_ONCE, rows=1))
+    expected, computed = answered(answers, [*map(answers.submit, requests)]), []
+    count_computed(monkeypatch, adapters.engine, computed)
     answers = answers_of(adapters)
     jobs = [answers.submit(requests[0])]
     answers.answer_next()
     answers.answer_next()
     jobs += [*map(answers.submit, requests[1:])]
     for name in ("two", "base"):
-        adapters.cache_of(name).clear()
+        adapters.held.forget(name)
     assert answered(answers, jobs) == expected
     first, second, third = computed[-3:]
     assert first == 1 and second < 6 and third == len(adapters.models["two"].tokenizer.encode_text(bodies[2]["prompt"]))

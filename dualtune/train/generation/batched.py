@@ -77,6 +77,7 @@ class PromptedRow:
     sample: int = 0  # of those of the prompt
     adapter: int = NO_ADAPTER  # its number in the bank, where the rows of a batch have several
     held: GenerationCache | None = None  # with the same adapter, perhaps of the beginning of its text
+    keep: Callable[[GenerationCache], object] | None = None  # gets what is held of its text at its end
 
     @property
     def num_tokens(self) -> int:
@@ -304,8 +305,10 @@ class RowBatch:
 
     def __init__(
         self, engine: Engine, bounds: Bounds, is_shortage: Callable[[BaseException], bool],
-        tell: Callable[[str], object], bank: AdapterBank | None = None,
+        tell: Callable[[str], object], bank: AdapterBank | None = None, free: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
+        """`free` frees memory that can be done without, before a batch becomes smaller."""
+        self._free = free
         self.bank, self._engine, self._bounds, self._most = bank, engine, bounds, bounds
         self._is_shortage, self._tell = is_shortage, tell
         self.waiting, self.active = deque[PromptedRow](), list[PromptedRow]()
@@ -342,11 +345,27 @@ class RowBatch:
             row.append(token)
         ended, staying = [row for row in self.active if row.has_ended], _staying(self.active)
         if ended:
+            self._keep_ended()
             self._decoding.leave(staying)
         self.active = [self.active[i] for i in staying]
         if self.is_empty:  # what comes next may be shorter than what was too long for memory
             self._bounds = self._most
         return ended
+
+    def _keep_ended(self) -> None:
+        """Pass on what is held of the rows that have ended, if they ask for it and there is memory for a copy."""
+        for i, row in enumerate(self.active):
+            if not row.has_ended or row.keep is None:
+                continue
+            cache = GenerationCache()
+            try:
+                self._decoding.hold(i, row.text, cache)
+            except Exception as error:
+                if not self._is_shortage(error):
+                    raise
+                self._free()
+            else:
+                row.keep(cache)
 
     def _halve(self) -> None:
         self._bounds = replace(self._bounds, rows=len(self.active) // 2)
@@ -354,6 +373,7 @@ class RowBatch:
         self.waiting.extendleft(reversed(self.active))
         self.active, self._is_their_turn = [], False
         del self._decoding
+        self._free()
         self._engine.discard()
         self._decoding = self._begin()
 
@@ -398,7 +418,7 @@ def _enter(decoding: Decoding, rows: Sequence[PromptedRow]) -> NextLogits:
         text_of.append(number)
     options: dict[str, Any] = {} if set(adapters) == {NO_ADAPTER} else {"adapters": adapters}
     if len(rows) == 1 and rows[0].begins_held:
-        options["held"] = rows[0].held
+        options["held"], rows[0].held = rows[0].held, None
     return decoding.enter(texts, **options) if len(texts) == len(rows) else decoding.enter(texts, text_of, **options)
 
 
@@ -406,7 +426,8 @@ def check_decoding(engine: Engine, prompts: Sequence[np.ndarray], bank: AdapterB
     """Raise CannotBatch unless the engine computes beginnings of one or two prompts in a batch as it does alone.
 
     Not every model family keeps the rows of a batch apart, and none says so. With a bank, also unless it does so with
-    two adapters of the same layers. What an engine has passed it is not asked again.
+    two adapters of the same layers, where it continues texts and where it scores them. What an engine has passed it is
+    not asked again.
     """
     texts = [prompts[i][:length] for i, length in zip((0, -1), TRIAL_TOKENS, strict=True)]
     passed = _checked.setdefault(engine, set())
@@ -418,12 +439,21 @@ def check_decoding(engine: Engine, prompts: Sequence[np.ndarray], bank: AdapterB
         return
     engine.decoding(bank)  # tells whether these adapters fit
     if (layers := frozenset(bank.shapes)) not in passed:
-        decoding, numbers = engine.decoding(AdapterBank.random(bank.shapes)), [0, 1]
+        trial, numbers = AdapterBank.random(bank.shapes), [0, 1]
+        decoding = engine.decoding(trial)
         found, alone = _in_batch(decoding, texts, adapters=numbers), list[np.ndarray]()
         for (text, _), number in zip(found, 2 * numbers, strict=True):
             decoding.leave([])
             alone.append(decoding.enter([text], adapters=[number]).rows()[0])
         _check_close(engine, found, alone)
+        # The longer texts end with a token after each text: what is said in its place follows from the text alone.
+        longer, top = [text for text, _ in found[2:]], min(TOP_K, len(alone[0]))
+        for said, alone_V in zip(
+            token_logprobs(engine, longer, top, bank=trial, adapters=numbers), alone, strict=False
+        ):
+            assert said.top is not None
+            expected_V = _log_softmax(alone_V)
+            _check_gap(engine, said.top.logprobs_Tk[-1] - expected_V[said.top.tokens_Tk[-1]])
         passed.add(layers)
 
 
@@ -442,9 +472,13 @@ def _check_close(engine: Engine, found: Sequence[tuple[np.ndarray, np.ndarray]],
     """Raise CannotBatch unless texts have the probabilities that each has alone. Both are given as logits [V]."""
     for (_, logits_V), alone_V in zip(found, alone, strict=True):
         top = np.argsort(-alone_V)[:TOP_K]
-        gap = float(np.abs(_log_softmax(logits_V)[top] - _log_softmax(alone_V)[top]).mean())
-        if not gap <= 10 * max(NOISE[engine.description.dtype], NOISE["float32"]):  # it may be NaN
-            raise CannotBatch(f"in a batch the log-probabilities of this model differ by {gap:.2g}")
+        _check_gap(engine, _log_softmax(logits_V)[top] - _log_softmax(alone_V)[top])
+
+
+def _check_gap(engine: Engine, differences: np.ndarray) -> None:
+    gap = float(np.abs(differences).mean())
+    if not gap <= 10 * max(NOISE[engine.description.dtype], NOISE["float32"]):  # it may be NaN
+        raise CannotBatch(f"in a batch the log-probabilities of this model differ by {gap:.2g}")
 
 
 def _log_softmax(logits_V: np.ndarray) -> np.ndarray:

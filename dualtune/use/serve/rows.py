@@ -1,19 +1,22 @@
 """The rows of the requests that are answered at once: one batch where they can be, else one row after another.
 
-A row that is alone is continued as one text, with the cache of what its adapter has read before. When a second one
-comes, the two are a batch, which others enter at their next token. Of a text that begins with what that cache holds,
-only the rest is computed there too.
+A row that is alone is continued as one text. When a second one comes, the two are a batch, which others enter at their
+next token. Of a text that begins as one that its adapter has read, here or there, only the rest is computed.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
 
 from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank, bank_batches, why_not_bankable
 from dualtune.engine.decoding import CannotBatch
 from dualtune.train.generation.batched import Bounds, PromptedRow, RowBatch, check_decoding
+from dualtune.train.generation.token_logprobs import TokenLogprobs, token_logprobs
 from dualtune.use.chat import BASE, AdapterSet
 
 Judge = Callable[[BaseException], bool]
@@ -96,7 +99,9 @@ class ServedRows:
             self._tokens = None
 
     def _numbered(self, name: str, row: PromptedRow) -> PromptedRow:
-        row.adapter, row.held = self._group.number_of(name), self._adapters.cache_of(name)
+        held = self._adapters.held
+        row.adapter, row.held = self._group.number_of(name), held.longest(name, row.text)
+        row.keep = partial(held.put, name)
         return row
 
     def _common_batch(self) -> RowBatch | None:
@@ -106,7 +111,9 @@ class ServedRows:
             self._adapters.use(self._apart[0][0])
             try:
                 check_decoding(self._engine, prompts, bank)
-                self._batch = RowBatch(self._engine, self._bounds, self._is_shortage, self._tell, bank)
+                self._batch = RowBatch(
+                    self._engine, self._bounds, self._is_shortage, self._tell, bank, self._adapters.held.forget
+                )
             except Exception as error:
                 if self._is_over(error):
                     raise
@@ -119,9 +126,13 @@ class ServedRows:
             self._can_batch = False
             self._tell(f"batches     none, answers one by one: {reason}")
             return
-        self._tell(f"batches     of one adapter each: {reason}")
-        self._groups |= {each: BatchGroup([each]) for each in self._group.names}
+        self._split(self._group, reason)
         self._group = self._groups[self._apart[0][0]]
+
+    def _split(self, group: BatchGroup, reason: str) -> None:
+        """Do without the bank of a group."""
+        self._tell(f"batches     of one adapter each: {reason}")
+        self._groups |= {each: BatchGroup([each]) for each in group.names}
 
     def step(self) -> list[tuple[PromptedRow, Exception | None]]:
         """Append a token to each row, or to one. Return the rows that have ended, with the error of one that failed."""
@@ -147,9 +158,11 @@ class ServedRows:
 
     def _step_apart(self, name: str, row: PromptedRow) -> list[tuple[PromptedRow, Exception | None]]:
         self._group = self._groups[name]  # rows of unlike groups wait for each other when a bank has failed
-        cache, failure = self._adapters.use(name), None
+        self._adapters.use(name)
+        failure = None
         try:
             if self._tokens is None:
+                cache = self._adapters.held.begun(name, row.text)
                 self._tokens = self._engine.generate(row.text, choose=row.choose, cache=cache)
             if not row.has_ended:
                 row.append(next(self._tokens, None))
@@ -162,3 +175,28 @@ class ServedRows:
         self._apart.popleft()
         self._tokens = None
         return [(row, failure)]
+
+    def scores(self, asked: Sequence[tuple[str, np.ndarray]], top: int) -> list[TokenLogprobs]:
+        """Return what models, by name, say of texts (int32 [T]) as `token_logprobs` does: a group's in one batch."""
+        found = dict[int, TokenLogprobs]()
+        by_group = defaultdict[BatchGroup, list[int]](list)
+        for i, (name, _) in enumerate(asked):
+            by_group[self._groups[name]].append(i)
+        for group, indices in by_group.items():
+            names, texts = zip(*(asked[i] for i in indices), strict=True)
+            found |= zip(indices, self._scores_of(group, names, texts, top), strict=True)
+        return [found[i] for i in range(len(asked))]
+
+    def _scores_of(
+        self, group: BatchGroup, names: Sequence[str], texts: Sequence[np.ndarray], top: int
+    ) -> list[TokenLogprobs]:
+        if len({*names}) == 1:
+            self._adapters.use(names[0])
+            return token_logprobs(self._engine, texts, top)
+        adapters = [group.number_of(name) for name in names]
+        try:
+            check_decoding(self._engine, texts, group.bank)
+            return token_logprobs(self._engine, texts, top, bank=group.bank, adapters=adapters)
+        except CannotBatch as error:
+            self._split(group, str(error))
+        return self.scores([*zip(names, texts, strict=True)], top)
