@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -385,11 +387,32 @@ class MlxEngine:
         return continue_prompt(prompt, choose, cache, forward=self._next_logits, crop_on_device=crop_on_device)
 
     def decoding(self, bank: AdapterBank | None = None) -> MlxDecoding:
-        if bank is None:
-            return MlxDecoding(self.model)
-        moves = self._request.resident_layers is not None
-        check_base_alone(self._request.adapter, self._layers, moves_weights=moves)
-        return MlxDecoding(self.model, BankedModel(self.model, self._paths, self._layers, bank, self._dtype))
+        return MlxDecoding(self.model, None if bank is None else self._banked(bank))
+
+    @contextmanager
+    def scoring(self, bank: AdapterBank, adapters: Sequence[int]) -> Iterator[None]:
+        banked, own = self._banked(bank), self._kernels
+        if own.loss and banked.adapts(own.loss[1].layer):  # whose weight the loss reads by itself
+            self._kernels = replace(own, loss=None)
+        try:
+            with banked.rows(np.array(adapters, np.int32)):
+                yield
+        finally:
+            self._kernels = own
+
+    def _banked(self, bank: AdapterBank) -> BankedModel:
+        """Return the model with a bank: the same one while it is referred to, with its numbers on the device."""
+        banked = self._of_banks.get(bank)
+        if banked is None:
+            moves = self._request.resident_layers is not None
+            check_base_alone(self._request.adapter, self._layers, moves_weights=moves)
+            banked = BankedModel(self.model, self._paths, self._layers, bank, self._dtype)
+            self._of_banks[bank] = banked
+        return banked
+
+    @cached_property
+    def _of_banks(self) -> WeakValueDictionary[AdapterBank, BankedModel]:
+        return WeakValueDictionary()
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -421,9 +422,28 @@ class TorchEngine:
         self._continuation.check_batchable()
         return TorchDecoding(self.model, self._generating, None if bank is None else self._banked(bank))
 
+    @contextmanager
+    def scoring(self, bank: AdapterBank, adapters: Sequence[int]) -> Iterator[None]:
+        banked, own = self._banked(bank), self._kernels
+        if banked.adapts(own.head):  # whose weight the loss reads by itself
+            self._kernels = replace(own, head=None)
+        try:
+            with compiled.plain(), banked.rows(np.array(adapters, np.int32)):
+                yield
+        finally:
+            self._kernels = own
+
     def _banked(self, bank: AdapterBank) -> BankedModel:
-        check_base_alone(self._request.adapter, self._layers, moves_weights=self._moves_weights)
-        return BankedModel(self.model, self._paths, self._layers, bank)
+        """Return the model with a bank: the same one while it is referred to, with its numbers on the device."""
+        banked = self._of_banks.get(bank)
+        if banked is None:
+            check_base_alone(self._request.adapter, self._layers, moves_weights=self._moves_weights)
+            banked = self._of_banks[bank] = BankedModel(self.model, self._paths, self._layers, bank)
+        return banked
+
+    @cached_property
+    def _of_banks(self) -> WeakValueDictionary[AdapterBank, BankedModel]:
+        return WeakValueDictionary()
 
     def save_merged(self, path: Path) -> None:
         check_mergeable(self.description)

@@ -13,7 +13,14 @@ from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError
 from dualtune.base.text import in_columns
 from dualtune.cli.adapter_sets import base_of, system_messages
-from dualtune.cli.options import backend_for, json_option, no_system_option, other_base_option, platform_option
+from dualtune.cli.options import (
+    backend_for,
+    directory_name,
+    json_option,
+    no_system_option,
+    other_base_option,
+    platform_option,
+)
 from dualtune.cli.screen import phases
 from dualtune.cli.terminal import say
 
@@ -25,7 +32,7 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # also in dualtune.use.ex
 
 @click.command("export")
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path), required=False)
+@click.argument("out", callback=directory_name, type=click.Path(path_type=Path), required=False)
 @click.option(
     "--base", metavar="MODEL",
     help="The plain base model: a directory or a hub id.  [default: the one that the adapter names]",

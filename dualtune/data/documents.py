@@ -262,6 +262,7 @@ _ADVICE = {
     PAIR: "dpo, orpo, simpo, cpo and kto learn them", LABELLED: "kto learns them",
 }  # fmt: skip
 _FOR_SFT = {
+    PROMPT: ". For sft name the column of the answers: data.columns: {completion: NAME}",
     PAIR: ". For sft on the chosen answers alone set data.columns: {rejected: null}",
     LABELLED: ". For sft on all answers, also undesirable ones, set data.columns: {label: null}",
 }

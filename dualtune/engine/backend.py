@@ -15,8 +15,8 @@ from __future__ import annotations
 import gc
 import math
 import re
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import entry_points
 from operator import attrgetter
@@ -458,6 +458,14 @@ class Engine(Protocol):
         With a bank each row computes with one of its adapters, or with none, and the present one takes no part.
         CannotBatch if they do not fit the model, or if this engine cannot leave its own out. The bank's numbers are on
         the device from the first row on, as long as the Decoding is referred to.
+        """
+        ...
+
+    def scoring(self, bank: AdapterBank, adapters: Sequence[int]) -> AbstractContextManager[None]:
+        """Let `target_logprobs` and `top_logprobs` compute the rows of batches with adapters of a bank, in the block.
+
+        `adapters`: each row's by its number, or NO_ADAPTER; batches have as many rows. CannotBatch as for `decoding`,
+        and as there the present adapter takes no part. A Decoding that is kept has the bank's numbers on the device.
         """
         ...
 

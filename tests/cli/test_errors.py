@@ -35,6 +35,26 @@ def snapshot(directory) -> dict:
     return {path: path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
 
 
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["export", "run", "tuned.gguf", "--to", "gguf"], ["adapter", "merge", "run", "tuned.gguf", "--base", "model"],
+        ["adapter", "convert", "run", "tuned.safetensors", "--to", "peft"], ["adapter", "import", "run", "tuned.ZIP"],
+        ["data", "clean", "rows.jsonl", "--out", "tuned.jsonl"],
+    ],
+)  # fmt: skip
+def test_the_name_of_a_file_is_none_for_a_new_directory(refused, command):
+    words = command[: 1 if command[0] == "export" else 2]
+    given = next(word for word in command if word.startswith("tuned."))
+    assert refused(2, *command) == (
+        f"{'--out' if '--out' in command else 'OUT'}: got {given}, the name of a file, but dualtune {' '.join(words)} "
+        f"writes several files into a new directory. Give it a name without {given[5:]}, such as tuned"
+    )
+
+
 # --- the config ------------------------------------------------------------------------------------------------------
 
 

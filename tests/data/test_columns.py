@@ -1,9 +1,12 @@
 """Columns that hold a part of the conversation: each is read, or named. Expected by hand."""
 
+import re
+
 import pytest
 
 from dualtune.base.errors import DataError
 from dualtune.data.chat.formats import Example, to_examples
+from dualtune.data.chat.row_values import suggested_columns
 from dualtune.data.sources.rows import BadRow, RawRow
 
 ASK, SAY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4."}
@@ -126,7 +129,12 @@ def test_a_choice_beside_messages_is_named_where_the_messages_are_asked_for():
 # --- columns that are not read ----------------------------------------------------------------------------------------
 
 
-NAMED = [("inputs", ["Hm."]), ("reasoning_prompt", "Hm."), ("earlier", [{"from": "human", "value": "Hm."}])]
+NAMED = [
+    ("inputs", ["Hm."]),
+    ("code", "def f(): …"),
+    ("reasoning_prompt", "Hm."),
+    ("earlier", [{"from": "human", "value": "Hm."}]),
+]
 REASONING = [(name, "Hm.") for name in ("thinking", "reasoning", "chain_of_thought", "assistantReasoning")]
 
 
@@ -136,6 +144,15 @@ REASONING = [(name, "Hm.") for name in ("thinking", "reasoning", "chain_of_thoug
 ])  # fmt: skip
 def test_a_column_that_seems_to_hold_content_is_named(row, column, value):
     assert read(row | {column: value}).notices == {f"unread_column: {column}"}
+
+
+@pytest.mark.parametrize("value", [1, "positive", False])
+@pytest.mark.parametrize("name", ["label", "sentiment", "coarse_label"])
+def test_the_class_of_a_plain_text_is_not_learned_and_is_named(name, value):
+    assert read({"text": "Once.", name: value}).notices == {f"unread_column: {name}"}
+    assert read({"text": "Once.", name: value}, columns={"label": None}).notices == (
+        frozenset() if name == "label" else {f"unread_column: {name}"}
+    )
 
 
 @pytest.mark.parametrize("more", [
@@ -244,6 +261,58 @@ def test_null_leaves_out_a_key_of_any_format_but_not_one_that_its_rows_need():
         result(PROMPT, format="prompt_completion", columns={"prompt": None})
     with pytest.raises(DataError, match="no known format"):
         result(PROMPT, columns={"prompt": None})
+
+
+# --- names that no format has -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("row", "columns"), [
+    ({"prompt": "2+2?", "response": "4."}, {"completion": "response"}),
+    ({"system_prompt": "", "question": "2+2?", "response": "4."}, {"prompt": "question", "completion": "response"}),
+    ({"Question": "2+2?", "Answer": "4."}, {"prompt": "Question", "completion": "Answer"}),
+    ({"input": "2+2?", "output": "4."}, {"prompt": "input", "completion": "output"}),
+    ({"question": "2+2?", "answer": "4.", "passage": ""},
+     {"prompt": "question", "completion": "answer", "context": "passage"}),
+    ({"answer": "no", "problem": "2+2?", "solution": "4.", "response": {"a": 1}},
+     {"prompt": "problem", "completion": "answer"}),
+    ({"content": "Once.", "path": "a.txt"}, {"text": "content"}),
+])  # fmt: skip
+def test_the_columns_that_are_likely_meant_are_said_and_can_be_read(row, columns):
+    with pytest.raises(DataError, match=re.escape(", ".join(f"{key}: {name}" for key, name in columns.items()) + "}.")):
+        result(row)
+    assert suggested_columns(row) == columns
+    read(row, columns=columns)
+
+
+@pytest.mark.parametrize("row", [{"prompt": "2+2?"}, {"prompt": [ASK], "ground_truth": "4", "reward_model": {"a": 1}}])
+def test_a_prompt_is_one_alone_unless_another_column_may_be_its_answer(row):
+    example = read(row)
+    assert (example.is_prompt, said(row)) == (True, PAIR[:1])
+    assert read(row | {"answer": None}) == example
+    with pytest.raises(DataError, match=r"data\.format: prompt reads the prompt alone\.$"):
+        result(row | {"answer": "4"})
+    assert read(row | {"answer": "4"}, format="prompt").is_prompt
+
+
+@pytest.mark.parametrize("row", [
+    {"question": "2+2?", "answers": {"text": ["4."], "answer_start": [0]}}, {"chat": "USER: 2+2? ASSISTANT: 4."},
+    {"en": "one", "fr": "un"}, {"question": "2+2?"},
+])  # fmt: skip
+def test_of_other_names_none_is_suggested(row):
+    assert suggested_columns(row) == {}
+    with pytest.raises(DataError, match="must first be written as a text of its own"):
+        result(row)
+
+
+@pytest.mark.parametrize("texts", [["2+2?", "4."], '["2+2?", "4."]'])
+def test_texts_without_a_role_are_those_of_user_and_assistant_in_turn(texts):
+    for row, columns in (({"conversations": texts}, {}), ({"data": texts}, {"messages": "data"})):
+        assert said(row, columns=columns) == PAIR
+        assert read(row, columns=columns).notices == {"alternating_texts"}
+
+
+def test_a_message_as_json_beside_texts_is_not_taken_for_one():
+    assert "is not JSON" in result({"conversations": ["2+2?", '{"role": ']}).reason
 
 
 # --- values of other kinds -------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from dualtune.base.http_server import BadRequest
 from dualtune.engine.decoding import CannotBatch
+from dualtune.engine.testing import tolerances
 from dualtune.model.adapter import AdapterSpec, init_adapter, tensor_name
 from dualtune.model.config_file import vocabulary_size
 from dualtune.model.formats.directory import Adapter, write_adapter
@@ -222,6 +223,49 @@ def test_rows_of_unlike_adapters_for_which_a_bank_fails_follow_each_other(open_s
     assert [name for name, _ in answers._rows._apart] == ["one", "two"] and not answers._rows.has_room("two")
     jobs += [submitted(answers, number) for number in order[2:]]
     assert answered(answers, jobs) == [expected[number] for number in order]
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch", "mlx"])
+def test_prompts_of_several_models_are_scored_in_one_pass(open_set, backend, monkeypatch):
+    """Each as it is alone, while others are answered; one that fails, fails alone."""
+    adapters = open_set(backend)
+    texts = ["12 and so on", "12", "34 and 56", "12 and so on"]
+    bodies = [
+        {"model": name, "prompt": text, "max_tokens": 0, "echo": True, "logprobs": top}
+        for name, text, top in zip(("one", "two", "base", "base"), texts, (2, 0, 3, 1), strict=True)
+    ]
+    requests = [read_request(json.dumps(body).encode(), is_chat=False) for body in bodies]
+    answers = answers_of(adapters)
+    expected = [answered(answers, [answers.submit(request)])[0] for request in requests]
+    answered(answers, [*map(answers.submit, requests)])  # an engine is tried before it computes with a bank
+    passes, engine = [], adapters.engine
+    target_logprobs = engine.target_logprobs
+    monkeypatch.setattr(
+        engine, "target_logprobs", lambda batch: passes.append(len(batch.tokens_BT)) or target_logprobs(batch)
+    )
+    running = submitted(answers, 0)
+    answers.answer_next()
+    found = answered(answers, [*map(answers.submit, requests)])
+    assert passes == [4] and said(running)[0]
+    for (text, pieces), (own_text, own) in zip(found, expected, strict=True):
+        (table, end), (own_table, own_end) = ((dict(each[0].table), each[1]) for each in (pieces, own))
+        assert (text, end) == (own_text, own_end)
+        for key in ("token_logprobs", "top_logprobs"):
+            mine, its = (flat(each.pop(key)) for each in (table, own_table))
+            assert [*mine] == [*its] and [*mine.values()] == pytest.approx([*its.values()], abs=tolerances.LOGPROBS)
+        assert table == own_table
+    fails = lambda batch: 1 / 0 if batch.num_targets < 5 or len(batch.tokens_BT) > 1 else target_logprobs(batch)  # noqa: E731
+    monkeypatch.setattr(engine, "target_logprobs", fails)
+    found = answered(answers, [*map(answers.submit, requests[:2])])
+    assert found[0][0] == texts[0] and [error.status for error in found[1][1]] == [500]
+
+
+def flat(values):
+    """The numbers of a table's list, each by its place, and token."""
+    named = [each if isinstance(each, dict) else {"": each} for each in values or ()]
+    return {
+        (i, token): value for i, each in enumerate(named) for token, value in sorted(each.items()) if value is not None
+    }
 
 
 @pytest.mark.parametrize("backend", ["torch", "mlx"])

@@ -24,6 +24,7 @@ from dualtune.engine.testing.tiny_models import write_tiny_gpt2, write_tiny_llam
 from dualtune.model.formats.directory import read_adapter
 from dualtune.train.generation.inference import BASE_ONLY, load_model
 from dualtune.train.generation.sampling import Chooser, Sampling
+from dualtune.train.generation.token_logprobs import token_logprobs
 from dualtune.train.hooks import Hook
 from dualtune.train.run import run as train
 from dualtune.train.state import checkpoint
@@ -910,8 +911,8 @@ def batches_of(monkeypatch):
 
 def test_samples_are_those_of_their_own_weights_whoever_trains(host, monkeypatch):
     """Two runs of unlike ranks and layers, the base, and a run's weights of before its last update, in one batch; and a
-    path on disk."""
-    batches = batches_of(monkeypatch)
+    path on disk. Their prompts are scored in one forward pass."""
+    batches, passes = batches_of(monkeypatch), []
     trained(host, "a")
     trained(host, "b", replace(LORA, seed=8, rank=2, train_mlp=host.backend.name == "numpy"))
     before = host.save_sampler("a", None)
@@ -921,8 +922,13 @@ def test_samples_are_those_of_their_own_weights_whoever_trains(host, monkeypatch
     host.optim_step("a", replace(ADAM, learning_rate=0.1))
     after, other = host.save_sampler("a", None), host.save_sampler("b", None)
     sources = (before, after, other, None, named)
+    drawn(host, *map(request, sources))  # an engine is tried before it computes with several adapters
+    batches.clear()
+    engine = host._seat.present(BASE_ONLY)
+    own = engine.target_logprobs
+    monkeypatch.setattr(engine, "target_logprobs", lambda batch: passes.append(len(batch.tokens_BT)) or own(batch))
     results = drawn(host, *(request(source, num_samples=2, prompt_logprobs=True) for source in sources))
-    assert batches == [([*range(5)], 4)]
+    assert batches == [([*range(5)], 4)] and passes == [4]  # two have the same weights
     seat = host._seat
     states = {before: old_weights, after: state_of(host, "a")[0], other: state_of(host, "b")[0], named: old_weights}
     for source, result in zip(sources, results, strict=True):
@@ -930,6 +936,8 @@ def test_samples_are_those_of_their_own_weights_whoever_trains(host, monkeypatch
         state = states.get(source) or engine.neutral_state()
         engine.load_adapter_state(state)
         seat._weights = None
+        (alone,) = token_logprobs(engine, [np.array([5, 6, 7], np.int32)])
+        assert result.prompt_logprobs[1:] == pytest.approx(alone.logprobs[1:], abs=tolerances.LOGPROBS)
         for sample, sequence in enumerate(result.sequences):
             choose = Chooser(Sampling(6, 1.0, seed=1), frozenset(), numbers=(sample,), keeps_logprobs=True)
             assert sequence.tokens.tolist() == [*engine.generate(np.array([5, 6, 7], np.int32), choose=choose)]

@@ -75,6 +75,10 @@ class BankedModel:
         self._rows, self._adapters_B = BankRows(), np.zeros(0, np.int32)
         self._replaced: dict[str, nn.Module] = {}
 
+    def adapts(self, layer: object) -> bool:
+        """Return whether an adapter of the bank is on this layer of the base."""
+        return any(self._bases[module] is layer for module in self._bank.ranks)
+
     @contextmanager
     def rows(self, adapters_B: np.ndarray) -> Iterator[None]:
         """Compute rows with these adapters, by their numbers in the bank."""

@@ -42,12 +42,12 @@ class Head:
         layer = layer.base if isinstance(layer, TableWithRows) else layer
         self._is_trained = is_trained
         self.temperature: mx.array | None = None  # float32, a scalar; None: 1
-        self._layer: Any = layer
+        self.layer: Any = layer
         self._bias = layer.get("bias")
         self._quantized = isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding))
-        self.vocab: int = self._layer.weight.shape[0]
+        self.vocab: int = self.layer.weight.shape[0]
         # The reference BLAS of MLX's CPU build multiplies by columns 1.6 times as fast as by rows: worth a copy.
-        weight_HV = self._layer.weight.T
+        weight_HV = self.layer.weight.T
         if is_trained:
             weight_HV = mx.zeros(0)  # it changes
         self._weight_HV = weight_HV if self._quantized or on_gpu() else mx.contiguous(weight_HV)
@@ -58,7 +58,7 @@ class Head:
         """The arrays to which what is trained is bound: the weight [V, H], or rows [n, H]; none if it is frozen."""
         if self._rows is not None:
             return [self._rows.values_nH]
-        return [self._layer.weight] if self._is_trained else []
+        return [self.layer.weight] if self._is_trained else []
 
     def at(self, temperature: mx.array | None) -> Head:
         """Return the same layer with its logits divided by a temperature. The slopes of `back` are by the others."""
@@ -87,7 +87,7 @@ class Head:
         own_Nn = None if self._rows is None else slopes_NV[:, self._rows.ids_n]
         if self._rows is not None and own_Nn is not None:
             slopes_NV = self._rows.put(slopes_NV, mx.zeros_like(own_Nn))
-        back_NH = self._packed(slopes_NV, transpose=False) if self._quantized else slopes_NV @ self._layer.weight
+        back_NH = self._packed(slopes_NV, transpose=False) if self._quantized else slopes_NV @ self.layer.weight
         return back_NH if own_Nn is None else back_NH + own_Nn @ trained[0].astype(own_Nn.dtype)
 
     def back_to_trained(self, slopes_NV: mx.array, hidden_NH: mx.array) -> list[mx.array]:
@@ -99,7 +99,7 @@ class Head:
         return [(slopes_NV.T @ hidden_NH).astype(mx.float32)]
 
     def _packed(self, x: mx.array, *, transpose: bool) -> mx.array:
-        q = self._layer
+        q = self.layer
         return mx.quantized_matmul(
             x, q.weight, q.scales, q.get("biases"), transpose=transpose,
             group_size=q.group_size, bits=q.bits, mode=q.mode,

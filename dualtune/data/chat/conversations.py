@@ -24,6 +24,7 @@ import numpy as np
 
 from dualtune.config.data_section import Consecutive
 from dualtune.data.chat.row_values import (
+    ALTERNATING,
     JOINED,
     KEPT,
     KEYS_OF_REASONING,
@@ -87,11 +88,17 @@ class RowReading:
 def read_messages(
     value: Any, key: str, reading: RowReading | None = None, name: str = "message"
 ) -> tuple[Message, ...]:
-    """Read a list of messages and check each one separately. Error messages call a message `name`."""
+    """Read a list of messages and check each one separately. Error messages call a message `name`.
+
+    Texts without a role, as LIMA and UltraChat have them, are the user's and the assistant's in turn.
+    """
     reading = reading or RowReading()
     turns = _as_turns(value, key)
     if not turns:
         raise RowError(f"{key}: is empty, at least one message is needed")
+    if all(isinstance(turn, str) and not turn.lstrip().startswith("{") for turn in turns):
+        reading.notices.add(ALTERNATING)
+        turns = [{"role": ("user", "assistant")[n % 2], "content": turn} for n, turn in enumerate(turns)]
     return tuple(_message(turn, f"{name} {number}", reading) for number, turn in enumerate(turns, start=1))
 
 

@@ -10,7 +10,8 @@
 | prompt_completion   | prompt, completion [context, history, reasoning]: two strings or lists of messages  |
 | alpaca              | instruction, output (or response) [input (or context), history, reasoning]          |
 | text                | text                                                                                |
-| prompt              | prompt [context, history]: a string or a list of messages, for an answer to be drawn |
+| prompt              | prompt [context, history]: a string or a list of messages, for an answer to be drawn, |
+|                     | and no column with the name of an answer                                             |
 
 All but text may have system (or system_prompt, system_message), and tools or OpenAI's older functions.
 
@@ -68,12 +69,14 @@ from dualtune.data.chat.row_values import (
     as_object,
     check_columns,
     column_of,
+    has_likely_answer,
     has_value,
     is_scalar,
     left_out,
     listed,
     needed,
     shown,
+    suggested_columns,
     unread,
 )
 from dualtune.data.sources.rows import BadRow, RawRow, RowError, Tie, TieError
@@ -151,7 +154,7 @@ class Format:
     layouts: tuple[Format, ...] = ()  # a row is read as the first of these that has its keys
     can_lack: tuple[str, ...] = ()  # those of `keys` that data.columns may leave out
     is_told: Callable[[Mapping[str, Any]], bool] = lambda fields: True  # see `is_detected`
-    only_by_name: bool = False  # never detected
+    not_beside: Callable[[Mapping[str, Any]], bool] = lambda fields: False  # of a row: then it is not detected
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -173,7 +176,7 @@ class Format:
 
     def is_detected(self, fields: Mapping[str, Any], columns: Columns) -> bool:
         """Return whether a row has this format's keys, and values that tell it, unless data.columns names a key."""
-        if self.only_by_name or not self.has_keys(fields, columns):
+        if self.not_beside(fields) or not self.has_keys(fields, columns):
             return False
         values = {key: fields[self.column(key, fields, columns)] for key in self.needed(columns)}
         return any(columns.get(key) for key in self.keys) or self.is_told(values)
@@ -216,10 +219,18 @@ def detect_format(row: RawRow, columns: Columns) -> str:
     if names:
         _check_columns(columns, names[0])
     formats = "; ".join(f"{name} ({', '.join(format.keys)})" for name, format in FORMATS.items())
+    likely = ", ".join(f"{key}: {column}" for key, column in suggested_columns(row.fields).items())
     raise DataError(
-        f"{row.where}: no known format has the keys {listed(row.fields)}. Known: {formats}. "
-        "Map other names with data.columns, for example columns: {prompt: question, completion: answer}."
+        f"{row.where}: no known format has the keys {listed(row.fields)}. Known: {formats}. Map other names with "
+        + (f"data.columns, here likely {{{likely}}}." if likely else _UNTOLD)
+        + (" data.format: prompt reads the prompt alone." if FORMATS["prompt"].has_keys(row.fields, columns) else "")
     )
+
+
+_UNTOLD = (
+    "data.columns, for example columns: {prompt: question, completion: answer}; what is a list or an object must first "
+    "be written as a text of its own."
+)
 
 
 def _formats_of(row: RawRow, columns: Columns) -> list[str]:
@@ -252,7 +263,7 @@ def _convert(row: RawRow, name: str, columns: Columns, reading: RowReading) -> E
         texts = [message.content for message in messages] or [example.completion or ""]
         thoughts = [str(message.extra.get(key, "")) for message in messages for key in KEYS_OF_REASONING]
         read = {place for key, place in places.items() if key != REASONING or key in columns} | without
-        kinds = reading.notices | unread(row.fields, read, texts, thoughts)
+        kinds = reading.notices | unread(row.fields, read, texts, thoughts, is_plain=example.is_text)
         if name in _PLAIN and (label := _unread_label(row.fields, read)):
             kinds.add(f"{UNREAD_LABEL}: {label}")
         return replace(example, notices=frozenset(kinds)) if kinds else example
@@ -271,7 +282,7 @@ def _unread_label(fields: Mapping[str, Any], read: Collection[str]) -> str:
 
 def _lacks(row: RawRow, name: str, key: str) -> str:
     reason = f"has no '{key}'; its keys are: {listed(row.fields)}"
-    others = _formats_of(row, {})
+    others = [other for other in _formats_of(row, {}) if other != "prompt"]  # that a row lacks its answer is said
     if not others or name in others:
         return reason
     return f"{reason}; this row looks like {others[0]}, but the file is read as {name}: all rows need the same format"
@@ -585,7 +596,7 @@ FORMATS = {
     **_PLAIN,
     "text": Format(_text, ("text",)),
     # Other rows have a prompt too, and an answer in a column of another name.
-    "prompt": Format(_prompt_alone, ("prompt",), (*_COMMON, "context", "history"), only_by_name=True),
+    "prompt": Format(_prompt_alone, ("prompt",), (*_COMMON, "context", "history"), not_beside=has_likely_answer),
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from dualtune.data.sources.rows import RowError
 
 # Kinds are keys in `--json`, so these words stay.
 JOINED, KEPT, FOLDED, SCALAR, NO_BOS = "joined_turns", "kept_turns", "folded_system", "scalar_text", "no_bos"
-NULLS, PARSED = "dropped_nulls", "parsed_messages"
+NULLS, PARSED, ALTERNATING = "dropped_nulls", "parsed_messages", "alternating_texts"
 EQUAL_SCORES, REVERSED_SCORES = "equal_scores", "reversed_scores"
 UNREAD, INDEX_COLUMN, UNREAD_LABEL = "unread_column", "index_column", "unread_label"  # with the name of the column
 TEXTS = {
@@ -34,6 +34,7 @@ TEXTS = {
     FOLDED: "the chat template writes no system message, so it stands before the question (data.system)",
     SCALAR: "a number, true or false in place of a text is read as its JSON text",
     PARSED: "texts that are lists of messages as JSON are read as these messages",
+    ALTERNATING: "texts without a role are read as those of user and assistant in turn",
     NULLS: "nulls in tool schemas, arguments or results, as tables add them, are left out",
     EQUAL_SCORES: "the scores say that the chosen and the rejected answer are equally good",
     REVERSED_SCORES: "the scores say that the rejected answer is better than the chosen one",
@@ -56,6 +57,13 @@ CONTENT = REASONING_WORDS | {
     "outputs", "passage", "persona", "prompt", "prompts", "query", "question", "questions", "rejected", "response",
     "responses", "system", "text", "tool", "tools", "turns", "video",
 }  # fmt: skip
+# What a task asks for or is about; its reasoning is that of the answer.
+OF_TASKS = frozenset({
+    "article", "choices", "code", "explanation", "highlights", "hypothesis", "options", "premise", "problem", "reply",
+    "snippet", "solution", "solutions", "sql", "story", "summary", "targets", "translation",
+})  # fmt: skip
+# Words of names of the class of a text, which plain text does not learn.
+CLASSES = frozenset({"class", "label", "labels", "sentiment", "target"})
 # Words of names that say something about a text, such as prompt_id, and hold none.
 ABOUT = frozenset({
     "budget", "category", "count", "date", "domain", "effort", "hash", "id", "ids", "idx", "index", "key", "lang",
@@ -72,12 +80,17 @@ def sentence(kind: str) -> str:
 
 
 def unread(
-    fields: Mapping[str, Any], read: Collection[str], texts: Iterable[str], reasoning: Iterable[str] = ()
+    fields: Mapping[str, Any],
+    read: Collection[str],
+    texts: Iterable[str],
+    reasoning: Iterable[str] = (),
+    *,
+    is_plain: bool = False,
 ) -> set[str]:
     """Return the kinds of the columns that are not in `read` and seem to hold a part of the conversation.
 
     `texts` and `reasoning` are what was read: a column that only repeats them, or that is all the texts with a frame,
-    is no loss.
+    is no loss. The class of a plain text (`is_plain`) is one of these columns, whatever it holds.
     """
     kinds: set[str] = set()
     whole: str | None = None
@@ -89,7 +102,10 @@ def unread(
             kinds.add(f"{INDEX_COLUMN}: {name}")
             continue
         words = words_of(name)
-        is_content = bool(words & CONTENT) and not words & ABOUT
+        if is_plain and words & CLASSES and value is not None:
+            kinds.add(f"{UNREAD}: {name}")
+            continue
+        is_content = bool(words & (CONTENT | OF_TASKS)) and not words & ABOUT
         leaves = list(_texts_of(value)) if is_content or _holds_messages(value) else []
         if not leaves:
             continue
@@ -252,6 +268,38 @@ def has_value(fields: Mapping[str, Any], key: str) -> bool:
     """Return whether a row has a value for a key that may be absent; null, [] and blank text are none."""
     value = fields.get(key)
     return value is not None and value != [] and not (isinstance(value, str) and not value.strip())
+
+
+# Names of columns in public data sets, the likeliest first, for the suggestion of `data.columns`.
+_LIKELY = MappingProxyType({
+    "prompt": (
+        "prompt", "question", "query", "problem", "instruction", "input", "inputs", "user", "human", "q", "article",
+        "document", "dialogue", "text", "premise",
+    ),
+    "completion": (
+        "completion", "response", "answer", "output", "outputs", "targets", "target", "solution", "assistant", "gpt",
+        "bot", "chatbot", "reply", "a", "highlights", "summary", "sql", "code", "answers",
+    ),
+    "context": ("context", "passage"),
+})  # fmt: skip
+_LIKELY_TEXTS = ("content", "text", "body", "document", "article", "code", "story", "raw_content")
+
+
+def suggested_columns(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the `data.columns` with which a row of no known format is likely meant; {} if its names do not tell."""
+    texts = {str(name).lower(): name for name, value in fields.items() if isinstance(value, str) or is_scalar(value)}
+    columns: dict[str, str] = {}
+    for key, names in _LIKELY.items():
+        column = next((texts[name] for name in names if name in texts and texts[name] not in columns.values()), None)
+        columns |= {} if column is None else {key: column}
+    if {"prompt", "completion"} <= columns.keys():
+        return {key: column for key, column in columns.items() if column != key}
+    return next(({"text": texts[name]} for name in _LIKELY_TEXTS if name in texts), dict[str, str]())
+
+
+def has_likely_answer(fields: Mapping[str, Any]) -> bool:
+    """Return whether a column has a usual name of an answer, and a value."""
+    return any(str(name).lower() in _LIKELY["completion"] and has_value(fields, name) for name in fields)
 
 
 def left_out(columns: Columns) -> set[str]:

@@ -49,6 +49,7 @@ def check_rows_of_several_adapters_compute_what_each_computes_with_its_own(case:
         before = engine.logprobs(batch)
         bank = AdapterBank([adapters[i] for i in numbers])
         _check_together(engine, case.vocab, [*(each[i] for i in numbers), base], bank)
+        _check_scores(engine, case.vocab, [*(each[i] for i in numbers), base], bank)
         assert np.array_equal(engine.logprobs(batch), before)
 
 
@@ -108,6 +109,32 @@ def _check_together(engine: Engine, vocab: int, each: Sequence[Engine], bank: Ad
     advance()
     leave(5, 1, 2)
     go_on()
+
+
+def _check_scores(engine: Engine, vocab: int, each: Sequence[Engine], bank: AdapterBank) -> None:
+    """Log-probabilities of given tokens, and of the most probable ones, of texts that each adapter has in a batch."""
+    rng, numbers = np.random.default_rng(1), [*range(len(bank)), NO_ADAPTER, 0]
+    lengths: list[int] = rng.integers(2, 12, len(numbers)).tolist()
+    texts = [rng.integers(3, vocab, n).astype(np.int32) for n in lengths]
+    batch, kept = _scored(texts), engine.decoding(bank)  # which has the same numbers on the device
+    with engine.scoring(bank, numbers):
+        found, tops = engine.target_logprobs(batch)[batch.is_target_BT], engine.top_logprobs(batch, 3)[1]
+    own = [(each[number], _scored([text])) for number, text in zip(numbers, texts, strict=True)]
+    expected = np.concatenate([alone.target_logprobs(one)[one.is_target_BT] for alone, one in own])
+    expected_tops = np.concatenate([alone.top_logprobs(one, 3)[1] for alone, one in own])
+    for name, gap in (("given", np.abs(found - expected).max()), ("top", np.abs(tops - expected_tops).max())):
+        assert gap <= tolerances.LOGPROBS, f"the log-probabilities of {name} tokens in a batch differ by {gap:.2e}"
+    del kept
+
+
+def _scored(texts: Sequence[np.ndarray]) -> Batch:
+    """Return a batch with a row for each text, of which each token but the first is a target."""
+    shape = len(texts), max(map(len, texts))
+    tokens_BT, labels_BT, segments_BT = np.zeros(shape, np.int32), np.full(shape, IGNORE_INDEX), np.zeros(shape, int)
+    for b, text in enumerate(texts):
+        tokens_BT[b, : len(text)], labels_BT[b, : len(text) - 1], segments_BT[b, : len(text)] = text, text[1:], 1
+    positions_BT = np.arange(shape[1]) * segments_BT
+    return Batch(tokens_BT, labels_BT, segments_BT, positions_BT, np.ones(shape, np.uint32))
 
 
 def _check_logits(alone: Sequence[Engine], texts: Sequence[np.ndarray], logits: NextLogits) -> np.ndarray:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,7 @@ class NumpyEngine:
         self._step = 0
         self._grads = {name: np.zeros(w.shape) for name, w in self._params.items()}
         self._loss = 0.0
+        self._scoring: tuple[AdapterBank, np.ndarray] | None = None  # the adapters of rows that are scored
         self.description = EngineDescription(
             device="cpu",
             dtype="float64",
@@ -213,8 +215,7 @@ class NumpyEngine:
         if hidden_ND is None:
             hidden_ND = np.tanh(self._linear("mixer", x, seeds_N))
         logits = self._linear("head", hidden_ND, seeds_N) / temperature
-        logits = logits - logits.max(-1, keepdims=True)
-        return {"x": x, "h": hidden_ND, "logp": logits - np.log(np.exp(logits).sum(-1, keepdims=True))}
+        return {"x": x, "h": hidden_ND, "logp": _log_softmax(logits)}
 
     def evaluate(self, batch: Batch) -> LossSum:
         tokens_N, labels_N, _ = _targets(batch)
@@ -222,17 +223,23 @@ class NumpyEngine:
         return LossSum(float(-_weighted(logp_N, batch).sum()), batch.num_targets)
 
     def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
-        tokens_N, _, _ = _targets(batch)
-        logp_NV = self._forward(tokens_N, None, _hidden(batch), batch.temperature)["logp"]
+        logp_NV = self._logp_at_targets(batch)
         top_Nk = np.argsort(-logp_NV, axis=-1, kind="stable")[:, :k].astype(np.int32)
         return most_probable_first(top_Nk, _at(logp_NV, top_Nk).astype(np.float32))
 
     def target_logprobs(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
-        tokens_N, labels_N, seeds_N = _targets(batch)
-        logp_NV = self._forward(tokens_N, seeds_N if dropout else None, _hidden(batch), batch.temperature)["logp"]
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
-        logprobs_BT[batch.is_target_BT] = _at(logp_NV, labels_N)
+        logprobs_BT[batch.is_target_BT] = _at(self._logp_at_targets(batch, dropout=dropout), _targets(batch)[1])
         return logprobs_BT
+
+    def _logp_at_targets(self, batch: Batch, *, dropout: bool = False) -> np.ndarray:
+        """Return log p of the whole vocabulary at the targets, [N, V]; with the adapters of `scoring` in its block."""
+        tokens_N, _, seeds_N = _targets(batch)
+        if self._scoring is None:
+            return self._forward(tokens_N, seeds_N if dropout else None, _hidden(batch), batch.temperature)["logp"]
+        bank, adapters_B = self._scoring
+        adapters_N = adapters_B[np.nonzero(batch.is_target_BT)[0]]
+        return _log_softmax(self._logits_of(bank, tokens_N, adapters_N) / batch.temperature)
 
     def forward_backward(self, batch: Batch, *, divisor: float) -> None:
         tokens_N, labels_N, seeds_N = _targets(batch)
@@ -363,6 +370,15 @@ class NumpyEngine:
         bank.check_fits({module: self._weights[f"{module}.weight"].shape for module in ("mixer", "head")})
         return NumpyDecoding(partial(self._logits_of, bank))
 
+    @contextmanager
+    def scoring(self, bank: AdapterBank, adapters: Sequence[int]) -> Generator[None]:
+        self.decoding(bank)  # tells whether these adapters fit
+        self._scoring = bank, np.array(adapters)
+        try:
+            yield
+        finally:
+            self._scoring = None
+
     def _logits_of(self, bank: AdapterBank, tokens_B: np.ndarray, adapters_B: np.ndarray) -> np.ndarray:
         """Return the logits after tokens, each computed with an adapter of a bank in place of the engine's own."""
 
@@ -449,6 +465,11 @@ def _at(logp_NV: np.ndarray, labels_N: np.ndarray) -> np.ndarray:
     """Return log p of the labels, of their shape: [N] or [N, K]."""
     labels_NK = labels_N if labels_N.ndim == 2 else labels_N[:, None]
     return np.take_along_axis(logp_NV, labels_NK, -1).reshape(labels_N.shape)
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits - logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 def _hidden(batch: Batch) -> np.ndarray | None:

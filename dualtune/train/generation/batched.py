@@ -406,7 +406,8 @@ def check_decoding(engine: Engine, prompts: Sequence[np.ndarray], bank: AdapterB
     """Raise CannotBatch unless the engine computes beginnings of one or two prompts in a batch as it does alone.
 
     Not every model family keeps the rows of a batch apart, and none says so. With a bank, also unless it does so with
-    two adapters of the same layers. What an engine has passed it is not asked again.
+    two adapters of the same layers, where it continues texts and where it scores them. What an engine has passed it is
+    not asked again.
     """
     texts = [prompts[i][:length] for i, length in zip((0, -1), TRIAL_TOKENS, strict=True)]
     passed = _checked.setdefault(engine, set())
@@ -418,12 +419,21 @@ def check_decoding(engine: Engine, prompts: Sequence[np.ndarray], bank: AdapterB
         return
     engine.decoding(bank)  # tells whether these adapters fit
     if (layers := frozenset(bank.shapes)) not in passed:
-        decoding, numbers = engine.decoding(AdapterBank.random(bank.shapes)), [0, 1]
+        trial, numbers = AdapterBank.random(bank.shapes), [0, 1]
+        decoding = engine.decoding(trial)
         found, alone = _in_batch(decoding, texts, adapters=numbers), list[np.ndarray]()
         for (text, _), number in zip(found, 2 * numbers, strict=True):
             decoding.leave([])
             alone.append(decoding.enter([text], adapters=[number]).rows()[0])
         _check_close(engine, found, alone)
+        # The longer texts end with a token after each text: what is said in its place follows from the text alone.
+        longer, top = [text for text, _ in found[2:]], min(TOP_K, len(alone[0]))
+        for said, alone_V in zip(
+            token_logprobs(engine, longer, top, bank=trial, adapters=numbers), alone, strict=False
+        ):
+            assert said.top is not None
+            expected_V = _log_softmax(alone_V)
+            _check_gap(engine, said.top.logprobs_Tk[-1] - expected_V[said.top.tokens_Tk[-1]])
         passed.add(layers)
 
 
@@ -442,9 +452,13 @@ def _check_close(engine: Engine, found: Sequence[tuple[np.ndarray, np.ndarray]],
     """Raise CannotBatch unless texts have the probabilities that each has alone. Both are given as logits [V]."""
     for (_, logits_V), alone_V in zip(found, alone, strict=True):
         top = np.argsort(-alone_V)[:TOP_K]
-        gap = float(np.abs(_log_softmax(logits_V)[top] - _log_softmax(alone_V)[top]).mean())
-        if not gap <= 10 * max(NOISE[engine.description.dtype], NOISE["float32"]):  # it may be NaN
-            raise CannotBatch(f"in a batch the log-probabilities of this model differ by {gap:.2g}")
+        _check_gap(engine, _log_softmax(logits_V)[top] - _log_softmax(alone_V)[top])
+
+
+def _check_gap(engine: Engine, differences: np.ndarray) -> None:
+    gap = float(np.abs(differences).mean())
+    if not gap <= 10 * max(NOISE[engine.description.dtype], NOISE["float32"]):  # it may be NaN
+        raise CannotBatch(f"in a batch the log-probabilities of this model differ by {gap:.2g}")
 
 
 def _log_softmax(logits_V: np.ndarray) -> np.ndarray:

@@ -6,12 +6,14 @@ Shape suffixes: T tokens of a text, k most probable tokens in the place of each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from dualtune.data.documents import in_memory
+from dualtune.engine.adapter_bank import AdapterBank, adapters_of
 from dualtune.engine.backend import Engine
 from dualtune.train.activation_cache import each_alone
 
@@ -31,22 +33,30 @@ class TokenLogprobs:
     top: TopTokens | None
 
 
-def token_logprobs(engine: Engine, texts: Sequence[np.ndarray], top: int = 0) -> list[TokenLogprobs]:
+def token_logprobs(
+    engine: Engine, texts: Sequence[np.ndarray], top: int = 0,
+    *, bank: AdapterBank | None = None, adapters: Sequence[int] | None = None,
+) -> list[TokenLogprobs]:  # fmt: skip
     """Return what the model says of each text (int32 [T]), with the `top` most probable tokens, or without (0).
 
-    Texts that are alike are computed once. `top` is at most the size of the vocabulary.
+    Texts that are alike are computed once. `top` is at most the size of the vocabulary. With a bank, `adapters` is the
+    number of each text's adapter in it, and texts of unlike adapters are computed together; CannotBatch as for
+    `Engine.scoring`.
     """
-    distinct = [*{text.tobytes(): text for text in texts}.values()]
-    longer = [text for text in distinct if len(text) > 1]
-    documents = in_memory((text, np.arange(len(text)) > 0) for text in longer)
-    said = {text.tobytes(): _after_first(top) for text in distinct}
+    keys = [*zip(adapters_of(texts, adapters).tolist(), (text.tobytes() for text in texts), strict=True)]
+    distinct = dict(zip(keys, texts, strict=True))
+    longer = [key for key, text in distinct.items() if len(text) > 1]
+    documents = in_memory((distinct[key], np.arange(len(distinct[key])) > 0) for key in longer)
+    said = dict.fromkeys(distinct, _after_first(top))
     for batch in each_alone(documents) if longer else ():
-        parts = [engine.target_logprobs(batch)[batch.is_target_BT], *(engine.top_logprobs(batch, top) if top else ())]
+        own = [longer[document] for (document,) in batch.documents]
+        with nullcontext() if bank is None else engine.scoring(bank, [adapter for adapter, _ in own]):
+            parts = [engine.target_logprobs(batch)[batch.is_target_BT]]
+            parts += engine.top_logprobs(batch, top) if top else ()
         ends = np.cumsum(batch.is_target_BT.sum(1))[:-1]
         rows = zip(*(np.split(part, ends) for part in parts), strict=True)
-        for (document,), row in zip(batch.documents, rows, strict=True):
-            said[longer[document].tobytes()] = _after_first(top, row)
-    return [said[text.tobytes()] for text in texts]
+        said |= {key: _after_first(top, row) for key, row in zip(own, rows, strict=True)}
+    return [said[key] for key in keys]
 
 
 def _after_first(top: int, row: Sequence[np.ndarray] = ()) -> TokenLogprobs:

@@ -16,9 +16,8 @@ from dualtune.data.chat.call_reader import CallReader, TemplateCalls
 from dualtune.data.chat.conversations import Message
 from dualtune.data.chat.template import WITH_TOOLS
 from dualtune.data.tokens.tokenizer import Tokenizer
-from dualtune.engine.backend import Engine
 from dualtune.train.generation.batched import PromptedRow
-from dualtune.train.generation.token_logprobs import token_logprobs
+from dualtune.train.generation.token_logprobs import TokenLogprobs
 from dualtune.use.serve.requests import CompletionRequest
 
 Pairs = Sequence[tuple[int, float]]  # tokens and their log-probabilities
@@ -115,14 +114,16 @@ class AnswerText:
 
 
 def prompt_scores(
-    engine: Engine, tokenizer: Tokenizer, prompt: np.ndarray, top: int, *, as_ids: bool
+    tokenizer: Tokenizer, prompt: np.ndarray, said: TokenLogprobs, top: int, *, as_ids: bool
 ) -> dict[str, Any]:
-    """Return the table `logprobs` of a prompt (int32 [T]) in the form of OpenAI's older completions."""
-    (said,) = token_logprobs(engine, [prompt], top)
+    """Return the table `logprobs` of a prompt (int32 [T]) in the form of OpenAI's older completions.
+
+    `top`: how many of the most probable tokens that are `said` it has in each place.
+    """
     tokens, logprobs = prompt.tolist(), [None, *said.logprobs[1:].tolist()]
     tops: list[Pairs | None] | None = None
-    if said.top is not None:
-        places = zip(said.top.tokens_Tk[1:].tolist(), said.top.logprobs_Tk[1:].tolist(), strict=True)
+    if said.top is not None and top:
+        places = zip(said.top.tokens_Tk[1:, :top].tolist(), said.top.logprobs_Tk[1:, :top].tolist(), strict=True)
         own = zip(tokens[1:], said.logprobs[1:].tolist(), strict=True)
         tops = [None, *([mine, *reversed([*zip(*top, strict=True)])] for top, mine in zip(places, own, strict=True))]
     return _table(tokenizer, tokens, logprobs, tops, as_ids=as_ids)

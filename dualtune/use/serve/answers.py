@@ -167,6 +167,7 @@ class Answers:
         self._max_tokens, self._max_prompt = max_tokens, max_prompt
         self._waiting: queue.Queue[PendingAnswer] = queue.Queue(max_waiting)
         self._next: PendingAnswer | None = None  # for which there was no room
+        self._scored = list[tuple[PendingAnswer, np.ndarray]]()  # with their prompts, which are scored together
         self._numbers, self._running = count(), dict[int, RunningAnswer]()
         groups = batch_groups(adapters, bank_numbers, tell)
         self._rows = ServedRows(adapters, groups, bounds, is_shortage, self._is_over, tell)
@@ -196,12 +197,15 @@ class Answers:
                 if not self._begin(job):
                     self._next = job
                     break
+            self._score(self._scored)
+            self._scored = []
             if self._running:
                 interrupt.poll()
             for row, error in self._rows.step():
                 self._end(self._running.pop(row.number), error)
         except Exception as error:  # nothing can answer any more
-            for job in [*(answer.job for answer in self._running.values()), *self._left()]:
+            begun = [*(answer.job for answer in self._running.values()), *(job for job, _ in self._scored)]
+            for job in [*begun, *self._left()]:
                 self._refuse(job, error)
             raise
 
@@ -216,21 +220,22 @@ class Answers:
     def _take(self) -> PendingAnswer | None:
         """Return the next request, or None: there is none, for a moment if nothing else is to be done."""
         job, self._next = self._next, None
+        is_idle = not (self._running or self._scored)
         while job is None or job.is_cancelled:
             try:
-                job = self._waiting.get(timeout=POLL_S) if not self._running else self._waiting.get_nowait()
+                job = self._waiting.get(timeout=POLL_S) if is_idle else self._waiting.get_nowait()
             except queue.Empty:
                 return None
         return job
 
     def _begin(self, job: PendingAnswer) -> bool:
-        """Begin an answer, or score a prompt. Return False if there is no room for its row."""
+        """Begin an answer, or note a prompt that is scored. Return False if there is no room for its row."""
         request = job.request
         if request.scored is None and not self._rows.has_room(request.model):
             return False
         try:
             if request.scored is not None:
-                self._score(job, request.scored)
+                self._scored.append((job, self._checked(self._question(request))))
             elif (answer := self._started(job)).row.has_ended:
                 answer.finish()
             else:
@@ -249,28 +254,50 @@ class Answers:
         begun = begun_answer(request, tokenizer) if request.must_call else BegunAnswer()
         text = AnswerText(request, calls_of(request, tokenizer) if request.tools else None, begun.text)
         question = self._question(request)
-        prompt = np.concatenate([question, np.array(begun.ids, question.dtype)])
-        self._check_length(prompt)
+        prompt = self._checked(np.concatenate([question, np.array(begun.ids, question.dtype)]))
         most = min(request.max_tokens or self._max_tokens, self._max_tokens)
         ends = time.monotonic() + self._time_limit_s
         return RunningAnswer(job, next(self._numbers), model, prompt, text, begun.choices, most, ends)
 
-    def _score(self, job: PendingAnswer, top: int) -> None:
-        request, tokenizer = job.request, self._adapters.models[job.request.model].tokenizer
-        prompt = self._question(request)
-        self._check_length(prompt)
-        self._adapters.use(request.model)
-        table = prompt_scores(self._adapters.engine, tokenizer, prompt, top, as_ids=request.as_ids)
-        job.pieces.put(request.prompt if isinstance(request.prompt, str) else tokenizer.decode_all(prompt.tolist()))
-        job.pieces.put(TokenScores(table))
-        job.pieces.put(Finish("length", len(prompt), 0))
+    def _score(self, scored: Sequence[tuple[PendingAnswer, np.ndarray]]) -> None:
+        """Score prompts, each by the model of its request: together, or each by itself if one of them fails."""
+        if not scored:
+            return
+        try:
+            pieces = self._scores(scored)
+        except Exception as error:
+            if self._is_over(error):
+                raise
+            if len(scored) == 1:
+                self._refuse(scored[0][0], error)
+            pieces = []
+        # Outside of the block, where the traceback holds no memory any more.
+        if not pieces and len(scored) > 1:
+            for each in scored:
+                self._score([each])
+        for (job, _), own in zip(scored, pieces, strict=False):
+            for piece in own:
+                job.pieces.put(piece)
+
+    def _scores(self, scored: Sequence[tuple[PendingAnswer, np.ndarray]]) -> list[list[Piece]]:
+        """Return what the client of each request gets."""
+        top = max(job.request.scored or 0 for job, _ in scored)
+        answers = list[list[Piece]]()
+        all_said = self._rows.scores([(job.request.model, prompt) for job, prompt in scored], top)
+        for (job, prompt), said in zip(scored, all_said, strict=True):
+            request, tokenizer = job.request, self._adapters.models[job.request.model].tokenizer
+            table = prompt_scores(tokenizer, prompt, said, request.scored or 0, as_ids=request.as_ids)
+            text = request.prompt if isinstance(request.prompt, str) else tokenizer.decode_all(prompt.tolist())
+            answers.append([text, TokenScores(table), Finish("length", len(prompt), 0)])
+        return answers
 
     def _question(self, request: CompletionRequest) -> np.ndarray:
         return encoded(request, self._adapters.models[request.model].tokenizer, self._systems.get(request.model))
 
-    def _check_length(self, prompt: np.ndarray) -> None:
+    def _checked(self, prompt: np.ndarray) -> np.ndarray:
         if len(prompt) > self._max_prompt:  # it is computed in one piece, which no time limit ends
             raise ConfigError(f"the prompt has {len(prompt)} tokens, allowed: {self._max_prompt} (--max-prompt)")
+        return prompt
 
     def _end(self, answer: RunningAnswer, error: Exception | None) -> None:
         try:

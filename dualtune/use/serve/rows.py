@@ -7,13 +7,16 @@ only the rest is computed there too.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank, bank_batches, why_not_bankable
 from dualtune.engine.decoding import CannotBatch
 from dualtune.train.generation.batched import Bounds, PromptedRow, RowBatch, check_decoding
+from dualtune.train.generation.token_logprobs import TokenLogprobs, token_logprobs
 from dualtune.use.chat import BASE, AdapterSet
 
 Judge = Callable[[BaseException], bool]
@@ -119,9 +122,13 @@ class ServedRows:
             self._can_batch = False
             self._tell(f"batches     none, answers one by one: {reason}")
             return
-        self._tell(f"batches     of one adapter each: {reason}")
-        self._groups |= {each: BatchGroup([each]) for each in self._group.names}
+        self._split(self._group, reason)
         self._group = self._groups[self._apart[0][0]]
+
+    def _split(self, group: BatchGroup, reason: str) -> None:
+        """Do without the bank of a group."""
+        self._tell(f"batches     of one adapter each: {reason}")
+        self._groups |= {each: BatchGroup([each]) for each in group.names}
 
     def step(self) -> list[tuple[PromptedRow, Exception | None]]:
         """Append a token to each row, or to one. Return the rows that have ended, with the error of one that failed."""
@@ -162,3 +169,28 @@ class ServedRows:
         self._apart.popleft()
         self._tokens = None
         return [(row, failure)]
+
+    def scores(self, asked: Sequence[tuple[str, np.ndarray]], top: int) -> list[TokenLogprobs]:
+        """Return what models, by name, say of texts (int32 [T]) as `token_logprobs` does: a group's in one batch."""
+        found = dict[int, TokenLogprobs]()
+        by_group = defaultdict[BatchGroup, list[int]](list)
+        for i, (name, _) in enumerate(asked):
+            by_group[self._groups[name]].append(i)
+        for group, indices in by_group.items():
+            names, texts = zip(*(asked[i] for i in indices), strict=True)
+            found |= zip(indices, self._scores_of(group, names, texts, top), strict=True)
+        return [found[i] for i in range(len(asked))]
+
+    def _scores_of(
+        self, group: BatchGroup, names: Sequence[str], texts: Sequence[np.ndarray], top: int
+    ) -> list[TokenLogprobs]:
+        if len({*names}) == 1:
+            self._adapters.use(names[0])
+            return token_logprobs(self._engine, texts, top)
+        adapters = [group.number_of(name) for name in names]
+        try:
+            check_decoding(self._engine, texts, group.bank)
+            return token_logprobs(self._engine, texts, top, bank=group.bank, adapters=adapters)
+        except CannotBatch as error:
+            self._split(group, str(error))
+        return self.scores([*zip(names, texts, strict=True)], top)

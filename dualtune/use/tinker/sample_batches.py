@@ -72,14 +72,11 @@ class SampleBatches:
         yield from sampled(self._seat.present(BASE_ONLY), pending, self._backend.is_out_of_memory, batch)
 
     def _banked(self, sources: Sequence[SampledSource]) -> RowBatch:
-        """Return a batch with a bank of adapters, whose numbers the rows of sources then have.
+        """Return a batch with a bank of adapters, whose numbers the rows of sources then have, and score their prompts.
 
         CannotBatch if the engine cannot compute with it. The last one is kept, so that what is sampled again and again
         is on the device already.
         """
-        for source in sources:
-            if any(each.needs_scores for each in source.pending.values()):
-                self._scored(source)
         weights, engine = [source.weights for source in sources if source.weights], self._seat.present(BASE_ONLY)
         banked = self._seat.banked
         if banked is None or not banked.batch.is_empty or any(each not in banked.weights for each in weights):
@@ -93,6 +90,7 @@ class SampleBatches:
             number = NO_ADAPTER if source.weights is None else banked.weights.index(source.weights)
             for row in (row for each in source.pending.values() for row in each.rows):
                 row.adapter = number
+        score_prompts(engine, [each for source in sources for each in source.pending.values()], banked.batch.bank)
         return banked.batch
 
     def _scored(self, source: SampledSource) -> Engine:

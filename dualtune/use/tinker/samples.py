@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from dualtune.base.errors import ConfigError
+from dualtune.engine.adapter_bank import AdapterBank
 from dualtune.engine.backend import Engine
 from dualtune.train.generation.batched import Bounds, PromptedRow, RowBatch, ended_rows, prompted_row
 from dualtune.train.generation.inference import LoadedModel
@@ -144,11 +145,16 @@ def stops_of(stop: Sequence[str] | Sequence[int] | None) -> tuple[list[str], fro
     return texts, frozenset(each for each in stop if not isinstance(each, str))
 
 
-def score_prompts(engine: Engine, pending: Iterable[PendingSamples]) -> None:
-    """Let the model say something of the prompts for which that is asked, all at once."""
+def score_prompts(engine: Engine, pending: Iterable[PendingSamples], bank: AdapterBank | None = None) -> None:
+    """Let the model say something of the prompts for which that is asked, all at once.
+
+    With a bank, each by the adapter that its rows have.
+    """
     asked = [each for each in pending if each.needs_scores]
+    prompts, adapters = [each.request.prompt for each in asked], [each.rows[0].adapter for each in asked]
     top = max((each.request.topk_prompt_logprobs for each in asked), default=0)
-    for each, said in zip(asked, token_logprobs(engine, [each.request.prompt for each in asked], top), strict=True):
+    scored = token_logprobs(engine, prompts, top, bank=bank, adapters=adapters)
+    for each, said in zip(asked, scored, strict=True):
         each.of_prompt = said
 
 
