@@ -67,7 +67,7 @@ class TensorReader:
         self._unread = set(stored.tensors)
         self._prefix = f"{model.base_model_prefix}."  # files of a model without a head lack it
         self._names = stored_names(model, stored)
-        self._joined = joined_experts(model, stored)
+        self._joined = joined_experts(model, stored, whole=False)
         absent = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]  # such as towers
         self._unread -= {name for to, name in self._names.items() if any(pattern.search(to) for pattern in absent)}
 
@@ -113,12 +113,13 @@ class TensorReader:
 
     def _join(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read a parameter [experts, out, in] whose matrices are tensors of their own, or the rows of these are."""
-        (number, out, in_), parts = shape, self._joined[name]
+        (_, out, in_), parts = shape, self._joined[name]
         joined: Tensor | None = None
         for rows, tensors in parts:
-            for i, tensor in zip(range(number), tensors, strict=True):
+            for i, tensor in enumerate(tensors):
                 matrix = self.read(tensor, (len(range(*rows.indices(out))), in_))
-                joined = matrix.new_empty(shape) if joined is None else joined
+                # Matrices that no expert has are zeros.
+                joined = matrix.new_zeros(shape) if joined is None else joined
                 joined[i, rows] = matrix
         assert joined is not None
         return joined
