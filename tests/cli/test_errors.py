@@ -55,6 +55,29 @@ def test_the_name_of_a_file_is_none_for_a_new_directory(refused, command):
     )
 
 
+@pytest.mark.parametrize(
+    ("made", "command", "code", "told"),
+    [
+        ("train.yaml", ["train", "{}/trian.yml"], 2, "{0}/trian.yml: no such file. Did you mean '{0}/train.yaml'?"),
+        ("rows.jsonl", ["push", "{}/share", "{}/Rows.json"], 2, "SOURCE: {0}/Rows.json: no such file or directory. Did "
+         "you mean '{0}/rows.jsonl'?"),
+        ("runs/first/x", ["report", "{}/run/first"], 2, "{0}/run/first: is not a run directory. Did you mean "
+         "'{0}/runs/first'?"),
+        ("runs/first/x", ["adapter", "inspect", "{}/runs/frist"], 6, "{0}/runs/frist: No such file or directory. Did "
+         "you mean '{0}/runs/first'?"),
+        ("data/rows.jsonl", ["adapter", "inspect", "{}/deta/other"], 6, "{0}/deta/other: No such file or directory. An "
+         "adapter is a directory with adapter_config.json and its weights."),
+        ("other.jsonl", ["report", "{}/rows.jsonl"], 2, "{0}/rows.jsonl: is not a run directory. To find run "
+         "directories: dualtune runs DIRECTORY"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_nearly_right_is_told(refused, tmp_path, made, command, code, told):
+    """In its last part or an earlier one, in the stem or the suffix, in any case; only if the whole path is there."""
+    (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / made).touch()
+    assert refused(code, *(word.format(tmp_path) for word in command)) == told.format(tmp_path)
+
+
 # --- the config ------------------------------------------------------------------------------------------------------
 
 

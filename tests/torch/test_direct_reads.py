@@ -99,6 +99,20 @@ def test_a_packed_base_computes_with_its_numbers(tmp_path, family, quantization)
     assert np.abs(a - b).max() <= tolerances.LOGPROBS
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_a_block_that_layers_share_is_packed_once(tmp_path, monkeypatch, quantization):
+    """Zamba2's: each of the layers has a module of its own, with the same weights."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    from family.make import make
+
+    make("zamba2", model := tmp_path / "model")
+    engine, plain = (load(model, name) for name in (quantization, "none"))
+    assert engine.description.num_parameters == plain.description.num_parameters
+    a, b = (at_tokens(trained(each).logprobs(BATCH)) for each in (engine, with_numbers_of(engine, plain)))
+    assert np.abs(a - b).max() <= tolerances.LOGPROBS
+
+
 def test_rwkv_divides_no_weight_beside_its_adapter(tmp_path):
     """Which transformers does in eval mode, in place: no adapter would see it. In training mode it divides nothing."""
     model = tiny_families.write_family("rwkv", tmp_path / "model", **RWKV)

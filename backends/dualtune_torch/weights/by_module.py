@@ -19,7 +19,9 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 
 from dualtune.base.errors import EnvironmentFault
 from dualtune.model.weight_files import BaseWeights
+from dualtune_torch.weights import nf4
 from dualtune_torch.weights.affine import GROUP_SIZE, AffineLayer, AffineLinear
+from dualtune_torch.weights.packed import PackedLayer
 from dualtune_torch.weights.places import joined_experts, stored_names
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -173,11 +175,14 @@ def replace_modules(model: PreTrainedModel, replacement: Finish) -> None:
                 model.set_submodule(path, new)
                 replaced = path
     for target, source in tied.items():
+        if not source.endswith(".weight"):
+            continue
         path, layer = target.removesuffix(".weight"), model.get_submodule(source.removesuffix(".weight"))
         if isinstance(layer, AffineLayer):
             model.set_submodule(path, AffineLinear(layer.packed, cast(nn.Linear, model.get_submodule(path)).bias))
-        else:
-            model.tie_weights()
+        elif isinstance(layer, PackedLayer) or nf4.is_nf4(layer):  # of a block that several layers share
+            model.set_submodule(path, layer)
+    model.tie_weights(recompute_mapping=False)  # by names, which modules that were replaced do not all have
 
 
 def finished(
