@@ -310,6 +310,16 @@ def test_a_bank_whose_rows_have_each_others_adapters_is_found(model, monkeypatch
         check_decoding(model.engine, prompts_of(model)[:2], new)
 
 
+@pytest.mark.parametrize("model", ["numpy"], indirect=True)
+def test_a_bank_that_scores_otherwise_than_it_continues_is_found(model, monkeypatch):
+    bank, scoring = AdapterBank([(replace(BASE_ONLY, rank=4), model.engine.neutral_state())] * 2), model.engine.scoring
+    monkeypatch.setattr(model.engine, "scoring", lambda bank, adapters: scoring(bank, adapters[::-1]))
+    with pytest.raises(CannotBatch, match="differ by"):
+        check_decoding(model.engine, prompts_of(model)[:2], bank)
+    monkeypatch.undo()
+    check_decoding(model.engine, prompts_of(model)[:2], bank)
+
+
 # --- kept ------------------------------------------------------------------------------------------------------------
 
 

@@ -439,22 +439,24 @@ def check_decoding(engine: Engine, prompts: Sequence[np.ndarray], bank: AdapterB
         return
     engine.decoding(bank)  # tells whether these adapters fit
     if (layers := frozenset(bank.shapes)) not in passed:
-        trial, numbers = AdapterBank.random(bank.shapes), [0, 1]
-        decoding = engine.decoding(trial)
-        found, alone = _in_batch(decoding, texts, adapters=numbers), list[np.ndarray]()
-        for (text, _), number in zip(found, 2 * numbers, strict=True):
-            decoding.leave([])
-            alone.append(decoding.enter([text], adapters=[number]).rows()[0])
-        _check_close(engine, found, alone)
-        # The longer texts end with a token after each text: what is said in its place follows from the text alone.
-        longer, top = [text for text, _ in found[2:]], min(TOP_K, len(alone[0]))
-        for said, alone_V in zip(
-            token_logprobs(engine, longer, top, bank=trial, adapters=numbers), alone, strict=False
-        ):
-            assert said.top is not None
-            expected_V = _log_softmax(alone_V)
-            _check_gap(engine, said.top.logprobs_Tk[-1] - expected_V[said.top.tokens_Tk[-1]])
+        _try_bank(engine, AdapterBank.random(bank.shapes), texts)
         passed.add(layers)
+
+
+def _try_bank(engine: Engine, bank: AdapterBank, texts: Sequence[np.ndarray]) -> None:
+    """Raise CannotBatch unless two texts, each with an adapter of its own, have what each has alone."""
+    decoding, numbers = engine.decoding(bank), [0, 1]
+    found, alone = _in_batch(decoding, texts, adapters=numbers), list[np.ndarray]()
+    for (text, _), number in zip(found, 2 * numbers, strict=True):
+        decoding.leave([])
+        alone.append(decoding.enter([text], adapters=[number]).rows()[0])
+    _check_close(engine, found, alone)
+    # The longer texts end with a token after each text: what is said in its place follows from the text alone.
+    longer, top = [text for text, _ in found[len(texts) :]], min(TOP_K, len(alone[0]))
+    scored = token_logprobs(engine, longer, top, bank=bank, adapters=numbers)
+    for said, alone_V in zip(scored, alone[: len(texts)], strict=True):
+        assert said.top is not None
+        _check_gap(engine, said.top.logprobs_Tk[-1] - _log_softmax(alone_V)[said.top.tokens_Tk[-1]])
 
 
 def _in_batch(decoding: Decoding, texts: Sequence[np.ndarray], **options: Any) -> list[tuple[np.ndarray, np.ndarray]]:
