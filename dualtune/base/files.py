@@ -222,6 +222,13 @@ def existing(path: Path) -> Path:
     return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
 
 
+def check_writable(path: Path) -> None:
+    """Raise DiskError if nothing can be made at a path, to know before the work that makes it."""
+    place = existing(path.absolute().parent)
+    if not os.access(place, os.W_OK):
+        raise DiskError(f"{path}: cannot be written, because {place} is read-only here. Choose another path")
+
+
 def did_you_mean_path(path: str | Path) -> str:
     """Return ". Did you mean …?" with what is there and differs in one name of a missing path; "" if nothing does.
 

@@ -48,6 +48,7 @@ def record_command(
     """
     with phases(err=as_json) as shown:
         shown.begin("reading", "the config")
+        from dualtune.base.files import check_writable
         from dualtune.config import load_config
         from dualtune.data.documents import Data
         from dualtune.data.tokens.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ def record_command(
         from dualtune.train.generation.inference import load_model
         from dualtune.train.objectives.recording import record
 
+        check_writable(out)
         settings = load_config(config, overrides)
         tokenizer = Tokenizer.of(resolve_model(settings.model.name, weights=False), settings.data)
         parts = Data(settings).train_and_eval(tokenizer)

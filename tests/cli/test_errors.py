@@ -5,6 +5,7 @@ a process of its own.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -52,6 +53,21 @@ def test_the_name_of_a_file_is_none_for_a_new_directory(refused, command):
     assert refused(2, *command) == (
         f"{'--out' if '--out' in command else 'OUT'}: got {given}, the name of a file, but dualtune {' '.join(words)} "
         f"writes several files into a new directory. Give it a name without {given[5:]}, such as tuned"
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["adapter", "merge", "none", "{}", "--base", "none"], ["distill", "record", "no.yaml", "--teacher", "none",
+                                                                 "--out", "{}"],
+    ],
+)  # fmt: skip
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_read(refused, tmp_path, monkeypatch, command):
+    access, out = os.access, tmp_path / "new" / "out"
+    monkeypatch.setattr(os, "access", lambda path, mode, **more: path != tmp_path and access(path, mode, **more))
+    assert refused(5, *(word.format(out) for word in command)) == (
+        f"{out}: cannot be written, because {tmp_path} is read-only here. Choose another path"
     )
 
 
