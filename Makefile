@@ -167,7 +167,7 @@ bench-data: .venv/.dev
 triton-kernels: .venv/.dev
 	$(BIN)/python benchmarks/triton_kernels.py
 
-wheel: .venv/.dev
+wheel: .venv/.python
 	BACKEND=$(BACKEND) scripts/check_wheel.sh $(BIN)/python
 
 docs: .venv/.dev

@@ -34,6 +34,7 @@ from dualtune.engine.backend import Batch, LoadRequest, get_backend
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.train.fingerprints import base_fingerprints, fingerprints
 from dualtune_torch.card.memory import LOSS_ROWS
+from dualtune_torch.kernels.products import linear, times
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = (
@@ -134,11 +135,13 @@ def batches_of(inputs: Inputs) -> list[Batch]:
 
 
 def rates(rows: int, columns: int, out: int, dtype: str) -> tuple[float, float]:
-    """What x Wᵀ and g W reach, in operations a second."""
+    """What x Wᵀ and g W reach as a step computes them, in operations a second."""
     x, g, weight = (
         torch.randn(size).to(getattr(torch, dtype)) for size in ((rows, columns), (rows, out), (out, columns))
     )
-    found = (min(timed(work) for _ in range(REPEATS)) for work in (lambda: x @ weight.T, lambda: g @ weight))
+    works = (lambda: linear(x, weight), lambda: times(g, weight))
+    with torch.no_grad():
+        found = [min(timed(work) for _ in range(REPEATS)) for work in works]
     forward, backward = (2 * rows * columns * out / seconds for seconds in found)
     return forward, backward
 

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Build the wheel, install it into an environment of its own, and train one step with it, away from the source tree.
-# Usage: BACKEND=torch scripts/check_wheel.sh PYTHON [WHEEL]   (without a wheel: a Python with the package `build`)
+# Usage: BACKEND=torch scripts/check_wheel.sh PYTHON [WHEEL]   (without a wheel, it is built)
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
+"$python" -m venv "$work/venv"
 if [ $# -gt 1 ]; then
     wheel=$(cd "$(dirname "$2")" && pwd)/$(basename "$2")
 else
-    "$python" -m build --wheel --outdir "$work/dist" "$root" >"$work/build.log" || { cat "$work/build.log"; exit 1; }
+    "$work/venv/bin/python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$work/dist" "$root"
     wheel=$(ls "$work"/dist/*.whl)
 fi
-"$python" -m venv "$work/venv"
 pip=("$work/venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --constraint "$root/constraints.txt")
 if [ "$BACKEND" = torch ]; then "${pip[@]}" torch; fi
 "${pip[@]}" "${wheel}[$BACKEND]"

@@ -64,9 +64,9 @@ from dualtune_torch.host.transfers import ParkedState, Transfers
 from dualtune_torch.kernels import allocator, compiled, cross_entropy
 from dualtune_torch.kernels.attention import DocumentBorders, GatheredKeys
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
-from dualtune_torch.kernels.few_rows import ProductsOfFewRows
 from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
+from dualtune_torch.kernels.products import ProductsOfFewRows
 from dualtune_torch.kernels.trial import document_masks, needs_masks
 from dualtune_torch.losses import by_rows, loss_sum, target_logprobs, top_of_logits
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, adaptable_layers, add_layers, storage

@@ -12,6 +12,7 @@ from dualtune.engine.backend import IGNORE_INDEX
 from dualtune_torch.beside import Rows
 from dualtune_torch.card.memory import LOSS_ROWS
 from dualtune_torch.kernels.cross_entropy import Scaling
+from dualtune_torch.kernels.products import linear
 
 
 def loss_sum(logits_BTV: Tensor, labels_BT: Tensor, weights_BT: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
@@ -55,7 +56,7 @@ def by_rows(
     """
     found: list[Tensor] = []
     for hidden_RD in hidden_MD.split(LOSS_ROWS[hidden_MD.device.type]):
-        logits_RV = F.linear(hidden_RD, head_VD, bias_V)
+        logits_RV = linear(hidden_RD, head_VD, bias_V)
         if own is not None:
             own.write_logits(logits_RV, hidden_RD, bias_V)
         found.append(function(scaling.of(logits_RV)))

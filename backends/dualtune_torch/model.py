@@ -28,7 +28,7 @@ from dualtune_torch.experts import expert_modules, has_common_code, packed
 from dualtune_torch.host import streaming
 from dualtune_torch.kernels import allocator
 from dualtune_torch.sharding import decide
-from dualtune_torch.weights import affine_model, by_module, nf4
+from dualtune_torch.weights import affine_model, by_module, direct_reads, nf4
 from dualtune_torch.weights.affine import BITS, GROUP_SIZE
 from dualtune_torch.weights.frozen import num_parameters
 from dualtune_torch.weights.int8 import Int8Linear
@@ -79,6 +79,7 @@ def load_base(request: LoadRequest, device: torch.device) -> tuple[PreTrainedMod
     # Loading has returned what it freed; training keeps freed blocks, but not where memory is short.
     if sharding == "full" or request.resident_layers is not None:
         allocator.return_memory()  # whole layers are allocated and freed in every step, or memory is what is short
+    direct_reads.unpack_read(model, dtype)
     model.requires_grad_(False)
     model.eval()  # dropout inside the base model stays off
     nf4.keep_differentiable(model, dtype)

@@ -1,8 +1,9 @@
 """What the routers of a mixture choose, and the gradient that evens it out (`dualtune.engine.routing`) on torch.
 
-transformers' routers return (logits, weights of the chosen experts, their numbers). The gradient is added at the
-logits while the weights' own passes, so that neither a second forward pass nor an output of the model is needed, and a
-layer that is recomputed does it once, where its backward pass is.
+transformers' routers return (logits, weights of the chosen experts, their numbers); DBRX's the logits alone, and
+JetMoe's, of which attention has one too, what its code needs of the choice. The gradient is added at the logits while
+the weights' own passes, so that neither a second forward pass nor an output of the model is needed, and a layer that is
+recomputed does it once, where its backward pass is.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, SupportsFloat, cast
+from typing import Any, NamedTuple, SupportsFloat, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,20 @@ from transformers import PreTrainedModel
 from dualtune.base.errors import ConfigError
 from dualtune.engine.routing import KEY, DocumentShares, experts_of_token, routing_metrics
 from dualtune_torch.host.inputs import to_device
+from dualtune_torch.weights.frozen import shape_of
+
+
+class _Form(NamedTuple):
+    """Where a router's output has what is needed of it; None: the output is that, or has it not."""
+
+    logits: int | None = 0
+    weights: int | None = 1  # what the gradient may reach the logits through
+    chosen: int | None = 2  # None: the largest logits'
+
+
+FORMS = {"DbrxRouter": _Form(None, None, None), "JetMoeTopKGating": _Form(4, 2, None)}
+# Where transformers finds the logits in an output, if not first. JetMoe's attention has once more those of its router.
+RECORDED = {"JetMoeTopKGating": 4, "Ernie4_5_VLMoeMoeBlock": 1}
 
 
 class Routing:
@@ -29,7 +44,7 @@ class Routing:
         self, model: PreTrainedModel, config: Mapping[str, Any], coefficient: float, loss_scale: float
     ) -> None:
         """`loss_scale`: by which all gradients are multiplied. ConfigError for a model without such routers."""
-        experts_of_token(config, coefficient)
+        self._each = experts_of_token(config, coefficient)
         self._coefficient, self._loss_scale, self._device = coefficient, loss_scale, model.device
         routers = find_routers(model)
         self._num_layers = len(routers)
@@ -37,8 +52,7 @@ class Routing:
             router.register_forward_hook(partial(self._note, number))
         self._documents: tuple[Tensor, ...] | None = None  # of the micro-batch; None: nothing is watched
         # Of the step: how many tokens each expert gets, and the loss.
-        num_experts = cast(Tensor, routers[0].weight).shape[0]
-        self._counts_LE = torch.zeros(self._num_layers, num_experts, device=model.device)
+        self._counts_LE = torch.zeros(self._num_layers, _num_experts(routers[0]), device=model.device)
         self._loss = torch.zeros((), device=model.device)
 
     @contextmanager
@@ -66,14 +80,16 @@ class Routing:
         self._counts_LE.zero_()
         self._loss.zero_()
 
-    def _note(self, number: int, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+    def _note(self, number: int, router: nn.Module, args: Any, output: Any) -> Any:
         # Layers that are recomputed run without gradients first, and evaluations always.
         if self._documents is None or not torch.is_grad_enabled():
             return None
-        logits, weights, chosen = output
+        form = FORMS.get(type(router).__name__, _Form())
+        logits, weights = (output if place is None else output[place] for place in form[:2])
         first_N, size_N, share_N, token_M, document_M = self._documents
         with torch.no_grad():
             probs_NE = logits.flatten(0, -2).float().softmax(-1)
+            chosen = probs_NE.topk(self._each).indices if form.chosen is None else output[form.chosen]
             chosen_Nk = chosen.reshape(len(probs_NE), -1)
             chosen_NE = torch.zeros_like(probs_NE).scatter_(-1, chosen_Nk, 1.0) * (size_N > 0).unsqueeze(-1)
             counts_NE = torch.zeros_like(probs_NE).index_add_(0, first_N, chosen_NE)
@@ -88,7 +104,10 @@ class Routing:
                 return None
             slopes_NE = self._coefficient * self._loss_scale * scale * probs_NE * (loads_NE - overlap_N1)
         slopes = slopes_NE.to(logits.dtype).view_as(logits)
-        return logits, _WithSlopes.apply(weights, logits, slopes), chosen
+        changed = _WithSlopes.apply(weights, logits, slopes)
+        if form.weights is None:
+            return changed
+        return (*output[: form.weights], changed, *output[form.weights + 1 :])
 
 
 class _WithSlopes(torch.autograd.Function):
@@ -106,16 +125,27 @@ class _WithSlopes(torch.autograd.Function):
 
 
 def find_routers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules whose first output transformers records as the logits of routers, in the order of layers."""
-    kinds = [recorder for part in model.modules() if (recorder := _recorder(part)) is not None]
-    classes = tuple({recorder.target_class for recorder in kinds if recorder.index == 0})
+    """Return the modules whose output has the logits that transformers records as those of routers, layer by layer."""
+    classes = tuple({kind for part in model.modules() for kind in _recorded(part)})
     routers = [module for module in model.modules() if classes and isinstance(module, classes)]
+    # ERNIE 4.5 VL records them of a block, which has a router for text and another one for images.
+    routers = [cast(Any, router).text_moe.gate if hasattr(router, "text_moe") else router for router in routers]
     if not routers:
         raise ConfigError(f"{KEY}: transformers names no routers of {type(model).__name__}; allowed: null")
     return routers
 
 
-def _recorder(module: nn.Module) -> Any:
+def _recorded(module: nn.Module) -> Iterator[type[nn.Module]]:
+    """Yield the classes that a model records the logits of routers of."""
     outputs = cast("Mapping[str, Any]", getattr(module, "_can_record_outputs", None) or {})
-    recorder: Any = outputs.get("router_logits")
-    return recorder if hasattr(recorder, "target_class") else None
+    found = outputs.get("router_logits")
+    recorders: list[Any] = found if isinstance(found, list) else [found]
+    for recorder in recorders:
+        kind = getattr(recorder, "target_class", None)
+        if kind and recorder.index == RECORDED.get(kind.__name__, 0):
+            yield kind
+
+
+def _num_experts(router: Any) -> int:
+    layer = getattr(router, "layer", router)  # of DBRX and JetMoe
+    return shape_of(getattr(layer, "base", layer))[0]

@@ -14,13 +14,13 @@ import socket
 import stat
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from io import BufferedReader
-from itertools import chain, count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
 
 from dualtune.base import faults
 from dualtune.base.errors import ConfigError, DiskError, FormatError
-from dualtune.base.text import in_bytes
+from dualtune.base.text import closest, did_you_mean, in_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Files and directories that are written whole or not at all, even if the machine crashes.
@@ -28,6 +28,8 @@ from dualtune.base.text import in_bytes
 Pieces = Sequence[bytes | memoryview]
 Content = bytes | Pieces  # of a file
 
+ALIKE = 0.65  # of `closest`, for the names of files
+MOST_NEIGHBOURS = 10_000  # whose names are compared
 _MARK = ".tmp-"  # in the name of everything that is unfinished or being removed
 _OWNER = re.compile(r"(?P<pid>[1-9]\d{0,8})-(?P<home>[0-9a-f]{8})[0-9a-f]{8}", re.ASCII)
 
@@ -218,6 +220,33 @@ def cache_dir() -> Path:
 def existing(path: Path) -> Path:
     """Return the path or its nearest existing parent, to find the disk that the path will be on."""
     return next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+
+
+def check_writable(path: Path) -> None:
+    """Raise DiskError if nothing can be made at a path, to know before the work that makes it."""
+    place = existing(path.absolute().parent)
+    if not os.access(place, os.W_OK):
+        raise DiskError(f"{path}: cannot be written, because {place} is read-only here. Choose another path")
+
+
+def did_you_mean_path(path: str | Path) -> str:
+    """Return ". Did you mean …?" with what is there and differs in one name of a missing path; "" if nothing does.
+
+    Only the first part that is missing is compared, with its neighbours: by their names without suffixes first, for
+    these make any two files alike.
+    """
+    path = missing = Path(path)
+    while not os.path.lexists(missing.parent):
+        missing = missing.parent
+    try:
+        names = [entry.name for entry in islice(os.scandir(missing.parent), MOST_NEIGHBOURS)]
+    except OSError:  # no directory, or one that may not be listed
+        return ""
+    stem = missing.stem.lower()
+    alike = {name.lower(): name for name in names if closest(stem, [Path(name).stem.lower()], ALIKE)}
+    found = closest(missing.name.lower(), [name for name in alike if not name.startswith(".")], ALIKE)
+    there = None if found is None else missing.parent / alike[found] / path.relative_to(missing)
+    return f". {did_you_mean(str(there))}" if there is not None and there.exists() else ""
 
 
 def numbered(path: Path) -> Iterator[Path]:

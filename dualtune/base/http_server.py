@@ -250,8 +250,14 @@ class ApiHandler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse what is no request, or has another method, in JSON as all else."""
         self.close_connection = True
+        if code == HTTPStatus.NOT_IMPLEMENTED:  # only for a method; the library's text names no other
+            message = f"{self.command[:20]}: is not a method of this server, which answers {', '.join(self._methods())}"
         with contextlib.suppress(OSError):
             self.fail(BadRequest(code, message or self.responses[HTTPStatus(code)][0]))
+
+    def _methods(self) -> list[str]:
+        """Return the HTTP methods that this handler has, sorted."""
+        return sorted(name.removeprefix("do_") for name in dir(self) if name.startswith("do_"))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do nothing: `answer_with` tells more."""

@@ -1,13 +1,34 @@
-"""What other packages register by entry point, to be chosen by its name in a config."""
+"""What packages register by entry point: backends, hooks, and what is chosen by its name in a config."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from dualtune.base import fields
 from dualtune.base.errors import ConfigError
+
+
+def points_of(group: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of a group, as `importlib.metadata.entry_points`, which reads files of all packages."""
+    return _points(group, tuple(map(_state, sys.path)))
+
+
+@lru_cache(maxsize=16)
+def _points(group: str, path: Hashable) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=group))
+
+
+def _state(directory: str) -> tuple[str, int | None]:
+    """Return what is another one after a package was installed into a directory of `sys.path`."""
+    with suppress(OSError):
+        return directory, Path(directory).stat().st_mtime_ns
+    return directory, None
 
 
 def installed(
@@ -41,7 +62,7 @@ def registered(group: str, name: str, *, key: str, others: Sequence[str], page: 
 
     The arguments and errors are those of `installed`.
     """
-    points = {point.name: point for point in entry_points(group=group)}
+    points = {point.name: point for point in points_of(group)}
     if name not in points:
         allowed = ", ".join([*others, *sorted(points)])
         raise ConfigError(

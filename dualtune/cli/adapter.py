@@ -11,7 +11,7 @@ import click
 from dualtune.base import interrupt
 from dualtune.base.errors import FormatError
 from dualtune.base.text import in_columns
-from dualtune.cli.options import backend_for, json_option, other_base_option, platform_option, say_json
+from dualtune.cli.options import backend_for, directory_name, json_option, other_base_option, platform_option, say_json
 from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
@@ -76,7 +76,7 @@ def report_text(report: AdapterReport) -> str:
 
 @command.command("convert")
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", callback=directory_name, type=click.Path(path_type=Path))
 @click.option("--to", "layout", type=LAYOUTS, required=True, help="The layout to write.")
 @click.option("--scaling", type=SCALINGS, help="Write the scale as alpha / rank (standard) or alpha / √rank.")
 @click.option("--uniform", is_flag=True, help="Write one rank and one scale, for programs that read no patterns.")
@@ -100,7 +100,7 @@ def convert(directory: Path, out: Path, layout: str, scaling: Scaling | None, un
 
 @command.command("import")
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", callback=directory_name, type=click.Path(path_type=Path))
 @click.option("--base", metavar="MODEL", help="The base model, whose layers settle what the adapter does not say.")
 @click.option("--repair", is_flag=True, help="Repair and report each fault that has exactly one correct repair.")
 @click.option("--layout", type=LAYOUTS, default="dual", show_default=True, help="The layout to write.")
@@ -194,7 +194,7 @@ def difference_text(difference: AdapterDifference) -> str:
 
 @command.command("merge")
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", callback=directory_name, type=click.Path(path_type=Path))
 @click.option("--base", metavar="MODEL", required=True, help="The plain base model: a directory or a hub id.")
 @other_base_option
 @platform_option

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dualtune.data.preferences import PreferenceCounts
     from dualtune.data.sources.readers import Role
     from dualtune.data.sources.rows import BadRow
-    from dualtune.data.tokens.tokenize import TokenizedRow
+    from dualtune.data.tokens.tokenize import State, TokenizedRow
 
 MOST_CONTROL_TEXT = 20  # rows of a source listed for a control token in their text
 MOST_IN_JSON = 1000  # problems of a source
@@ -166,76 +166,110 @@ def _examples(source: SourceConfig, role: Role, objective: str | None = None) ->
     yield from opened.examples() if objective is None else opened.suited(objective)
 
 
+@dataclass
+class Findings:
+    """What the rows of a source are, counted as they come: a file may have millions of them."""
+
+    num_rows: int = 0
+    num_bad: int = 0
+    problems: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    kinds: Counter[str] = field(default_factory=Counter[str])  # of problems
+    states: Counter[State] = field(default_factory=Counter["State"])
+    num_control: int = 0
+    control: list[str] = field(default_factory=list[str])
+    notices: Counter[str] = field(default_factory=Counter[str])
+
+    @property
+    def num_good(self) -> int:
+        return self.num_rows - self.num_bad
+
+    def add_tokens(self, row: TokenizedRow) -> None:
+        self.states[row.state] += 1
+        if row.control_token is not None:
+            self.num_control += 1
+            if self.num_control <= MOST_CONTROL_TEXT:
+                self.control.append(redact(f"{row.path}:{row.line}: {row.control_token} in its own text"))
+
+    def add_bad(self, row: BadRow) -> bool:
+        """Return whether the row is one of the first of its kind, which are shown."""
+        self.num_bad += 1
+        kind = _DETAIL.sub("…", row.reason)[:200]
+        self.kinds[kind if kind in self.kinds or len(self.kinds) < MOST_KINDS else OTHER_KINDS] += 1
+        if len(self.problems) < MOST_IN_JSON:
+            self.problems.append({"path": row.path, "line": row.line, "reason": redact(row.reason)})
+        return kind in self.kinds and self.kinds[kind] <= MOST_OF_A_KIND
+
+
 def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str, Any]:
     """Check all rows. An error that ends them early is reported with them."""
     from dualtune.data.chat.formats import Example
-    from dualtune.data.documents import REASONS
-    from dualtune.data.sources.rows import BadRow, Tie, advice_for
-    from dualtune.data.tokens.masks import LOST, TOLD, check_lost_text, sentences
-    from dualtune.data.tokens.tokenize import State, TokenizedRow
+    from dualtune.data.sources.rows import BadRow, Tie
+    from dualtune.data.tokens.masks import check_lost_text
+    from dualtune.data.tokens.tokenize import TokenizedRow
 
-    # The rows are counted as they come: a file may have millions of them.
-    num_rows = num_bad = 0
-    problems: list[dict[str, Any]] = []
-    states: Counter[State] = Counter()
-    num_control, control = 0, list[str]()
-    kinds: Counter[str] = Counter()
-    notices: Counter[str] = Counter()
+    found = Findings()
     failure: str | None = None
+    refusal: str | None = None
     try:
         for row in stream.rows:
-            num_rows += 1
+            found.num_rows += 1
             if isinstance(row, TokenizedRow | Example):
-                notices.update(row.notices)
+                found.notices.update(row.notices)
             if isinstance(row, TokenizedRow):
-                states[row.state] += 1
-                if row.control_token is not None:
-                    num_control += 1
-                    if num_control <= MOST_CONTROL_TEXT:
-                        control.append(redact(f"{row.path}:{row.line}: {row.control_token} in its own text"))
+                found.add_tokens(row)
             elif isinstance(row, BadRow) and not isinstance(row, Tie):
-                num_bad += 1
-                kind = _DETAIL.sub("…", row.reason)[:200]
-                kinds[kind if kind in kinds or len(kinds) < MOST_KINDS else OTHER_KINDS] += 1
-                text = one_line(redact(str(row)))
+                text, is_shown = one_line(redact(str(row))), found.add_bad(row)
                 if listing:
                     listing.write(f"{text}\n")
-                if not silent and kind in kinds and kinds[kind] <= MOST_OF_A_KIND:
+                if is_shown and not silent:
                     say(text)
-                if len(problems) < MOST_IN_JSON:
-                    problems.append({"path": row.path, "line": row.line, "reason": redact(row.reason)})
     except (ConfigError, DataError) as error:
         failure = redact(str(error))
         if not silent:
             say("\n".join(map(one_line, failure.split("\n"))))
     # Text that is lost everywhere is no fault of a row, but of the format: it is judged over all rows.
-    refusal: str | None = None
     try:
-        check_lost_text(notices, num_rows - num_bad, stream.name, accept=stream.accepts_lost_text)
+        check_lost_text(found.notices, found.num_good, stream.name, accept=stream.accepts_lost_text)
     except DataError as error:
         refusal = redact(str(error))
-    # What repeats is said once, after the first rows of each kind.
     if not silent:
-        _say_kinds(kinds, listing)
-        messages = [*sentences(notices, num_rows - num_bad), *([refusal] if refusal else [])]
-        if messages:
-            say("\n".join(map(one_line, messages)))
-        if way := advice_for(kinds):
-            say(way)
+        _say_what_repeats(found, refusal, listing)
+    return _report(stream, found, failure, refusal)
+
+
+def _say_what_repeats(found: Findings, refusal: str | None, listing: TextIO | None) -> None:
+    """Say once what many rows have, after the first rows of each kind."""
+    from dualtune.data.sources.rows import advice_for
+    from dualtune.data.tokens.masks import sentences
+
+    _say_kinds(found.kinds, listing)
+    messages = [*sentences(found.notices, found.num_good), *([refusal] if refusal else [])]
+    if messages:
+        say("\n".join(map(one_line, messages)))
+    if way := advice_for(found.kinds):
+        say(way)
+
+
+def _report(stream: Stream, found: Findings, failure: str | None, refusal: str | None) -> dict[str, Any]:
+    """Return what --json has of a source."""
+    from dualtune.data.documents import REASONS
+    from dualtune.data.tokens.masks import LOST, TOLD
+    from dualtune.data.tokens.tokenize import State
+
     return {
         "path": stream.path,
         "role": stream.role,
-        "rows": num_rows,
-        "bad": num_bad,
-        "problems": problems,
+        "rows": found.num_rows,
+        "bad": found.num_bad,
+        "problems": found.problems,
         "error": failure,
-        "cut": states[State.CUT],
-        "split": states[State.SPLIT],
-        "control_text": {"rows": num_control, "first": control},
-        "lost_text": {kind: number for kind, number in notices.items() if kind in LOST | TOLD},
-        "notices": {kind: number for kind, number in notices.items() if kind not in LOST | TOLD},
+        "cut": found.states[State.CUT],
+        "split": found.states[State.SPLIT],
+        "control_text": {"rows": found.num_control, "first": found.control},
+        "lost_text": {kind: number for kind, number in found.notices.items() if kind in LOST | TOLD},
+        "notices": {kind: number for kind, number in found.notices.items() if kind not in LOST | TOLD},
         "refused": refusal,
-        "dropped": {reason: states[state] for state, reason in REASONS.items() if states[state]},
+        "dropped": {reason: found.states[state] for state, reason in REASONS.items() if found.states[state]},
         "preferences": _preferences(stream.preferences),
     }
 

@@ -15,7 +15,7 @@ import click
 from dualtune.base import interrupt
 from dualtune.base.text import in_columns, one_line
 from dualtune.cli.check_data import column_option, format_option, named_columns
-from dualtune.cli.options import config_argument, json_option, say_json, set_option
+from dualtune.cli.options import config_argument, directory_name, json_option, say_json, set_option
 from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
@@ -35,7 +35,10 @@ def command() -> None:
 
 @command.command("clean")
 @click.argument("sources", metavar="SOURCE...", nargs=-1, required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The new directory for the cleaned files.")
+@click.option(
+    "--out", callback=directory_name, type=click.Path(path_type=Path), required=True,
+    help="The new directory for the cleaned files.",
+)  # fmt: skip
 @click.option(
     "--near", type=click.FloatRange(0.7, 1),
     help="The least similarity of near duplicates: the Jaccard similarity of their sets of 5 characters in sequence."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -9,6 +10,7 @@ import click
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError
 from dualtune.cli.options import ModelForm, config_argument, form_options, json_option, say_json, set_option
+from dualtune.cli.program import program, quoted
 from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
@@ -21,7 +23,7 @@ def command() -> None:
 
 @command.command("record")
 @config_argument
-@click.option("--teacher", required=True, metavar="MODEL", help="The teacher: a hub id or a directory.")
+@click.option("--teacher", required=True, metavar="MODEL", help="The teacher: a hub id, a directory or a GGUF file.")
 @click.option(
     "--adapter", type=click.Path(path_type=Path), help="The teacher's adapter, in any layout, or a run directory."
 )
@@ -46,6 +48,7 @@ def record_command(
     """
     with phases(err=as_json) as shown:
         shown.begin("reading", "the config")
+        from dualtune.base.files import check_writable
         from dualtune.config import load_config
         from dualtune.data.documents import Data
         from dualtune.data.tokens.tokenizer import Tokenizer
@@ -54,12 +57,14 @@ def record_command(
         from dualtune.train.generation.inference import load_model
         from dualtune.train.objectives.recording import record
 
+        check_writable(out)
         settings = load_config(config, overrides)
         tokenizer = Tokenizer.of(resolve_model(settings.model.name, weights=False), settings.data)
         parts = Data(settings).train_and_eval(tokenizer)
+        backend = form.backend()  # says what it chooses before the next phase begins
         shown.begin("loading", "the teacher")
         loaded = load_model(
-            form.backend(), teacher, adapter, dtype=form.dtype, quantization=form.quantization, template="none"
+            backend, teacher, adapter, dtype=form.dtype, quantization=form.quantization, template="none"
         )
         if (other := tokenizer.first_difference(loaded.tokenizer)) is not None:
             raise ConfigError(
@@ -78,4 +83,13 @@ def record_command(
     if recorded.num_continued:
         say(f"continued   {recorded.num_continued} documents were recorded before")
     say(f"recorded    {recorded.num_targets} targets with {top_k} tokens each, in {out}")
-    return say(f"next        dualtune train {config} --train.objective distill --distill.distributions {out}")
+    kept = [word for override in overrides for word in ("--set", shlex.quote(override))]
+    words = [
+        program(),
+        "train",
+        quoted(config),
+        *kept,
+        "--train.objective distill --distill.distributions",
+        quoted(out),
+    ]
+    return say(f"next        {' '.join(words)}")

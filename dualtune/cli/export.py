@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,19 +14,27 @@ from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError
 from dualtune.base.text import in_columns
 from dualtune.cli.adapter_sets import base_of, system_messages
-from dualtune.cli.options import backend_for, json_option, no_system_option, other_base_option, platform_option
+from dualtune.cli.options import (
+    backend_for,
+    directory_name,
+    json_option,
+    no_system_option,
+    other_base_option,
+    platform_option,
+)
+from dualtune.cli.program import program, quoted
 from dualtune.cli.screen import phases
 from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
-    from dualtune.use.export.request import Exported
+    from dualtune.use.export.request import Exported, Request
 
 TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # also in dualtune.use.export.request, which is imported late
 
 
 @click.command("export")
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.argument("out", type=click.Path(path_type=Path), required=False)
+@click.argument("out", callback=directory_name, type=click.Path(path_type=Path), required=False)
 @click.option(
     "--base", metavar="MODEL",
     help="The plain base model: a directory or a hub id.  [default: the one that the adapter names]",
@@ -116,9 +125,20 @@ def command(
     for note in exported.notes:
         say(note)
     say(f"written     {out}: {', '.join(exported.files)}")
+    say(f"next        {_next_command(request, exported.files)}")
+
+
+def _next_command(request: Request, files: Sequence[str]) -> str:
+    """Return the command with which the export is used; `files`: what was written, by its path in the directory."""
+    out, target = request.out, request.target
     if target == "ollama":
         created = re.sub(r"[^\w.-]+", "-", request.name).lower()
-        say(f"next        {shlex.join(['ollama', 'create', created, '-f', str(out / 'Modelfile')])}")
+        return shlex.join(["ollama", "create", created, "-f", str(out / "Modelfile")])
+    if target == "lmstudio":  # it finds models as publisher/model/file
+        return f"{shlex.join(['cp', '-r', str(out / 'dualtune')])} ~/.lmstudio/models/"
+    if target == "gguf":
+        return shlex.join(["llama-server", "-m", str(out / next(name for name in files if name.endswith(".gguf")))])
+    return f"{program()} chat {quoted(out)}"
 
 
 def _run_of(directory: Path) -> Path:

@@ -152,6 +152,26 @@ def sampling_options(max_tokens: int) -> Callable[[Callable[..., Any]], Callable
     return decorate
 
 
+# What a name of a new directory is taken for, if it ends so: one file.
+_FILES = (
+    ".gguf", ".safetensors", ".bin", ".pt", ".pth", ".npz",
+    ".json", ".jsonl", ".csv", ".parquet", ".zip", ".tar", ".gz", ".tgz", ".zst",
+)  # fmt: skip
+
+
+def directory_name(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Return the path of a new directory, as callback of an argument. ConfigError for the name of a file."""
+    from dualtune.base.errors import ConfigError
+
+    if path is not None and path.suffix.lower() in _FILES and not path.is_dir():
+        name = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
+        raise ConfigError(
+            f"{name}: got {path}, the name of a file, but {context.command_path} writes several files into a new "
+            f"directory. Give it a name without {path.suffix}, such as {path.with_suffix('')}"
+        )
+    return path
+
+
 def to_json(value: Any) -> str:
     """Return JSON for other programs, in which a number that is not finite is null."""
     plain = json.loads(json.dumps(value, default=str), parse_constant=lambda _: None)

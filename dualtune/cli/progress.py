@@ -132,7 +132,8 @@ def progress_hook(config: Config, backend: Backend) -> Generator[Progress]:
     """Yield a hook that shows a run, from the loading of the model to the saved adapter."""
     with phases() as shown:
         every = config.run.eval_every, config.run.save_every
-        hook = Progress(config.run.log_every, shown, RunView(*every, backend.memory, config.memory.limit_bytes))
+        view = RunView(*every, backend.memory, config.memory.limit_bytes)
+        hook = Progress(config.run.log_every, shown, view, is_whole=config.adapter.method == "full")
         yield hook
         if hook.is_saving:  # False if the run ended before
             shown.finish("saved")
@@ -142,10 +143,11 @@ def progress_hook(config: Config, backend: Backend) -> Generator[Progress]:
 class Progress(RunLines):
     """Says the lines of a run; on a terminal the live line and the state of the run stand below them."""
 
-    def __init__(self, log_every: int, shown: Phases, view: RunView) -> None:
+    def __init__(self, log_every: int, shown: Phases, view: RunView, *, is_whole: bool = False) -> None:
+        """`is_whole`: the run trains the whole model, not an adapter."""
         super().__init__(view, log_every, self._tell)
         self.is_saving = False
-        self._result = "the adapter"
+        self._result = "the model" if is_whole else "the adapter"
         self._shown = shown
         self._phase: str | None = None  # of predictive training
         self._began, self._drawn = 0.0, -math.inf
@@ -158,8 +160,6 @@ class Progress(RunLines):
     def on_start(self, info: RunInfo) -> None:
         self._shown.finish("loaded")
         self._began = time.monotonic()
-        if info.engine["trainable_parameters"] == info.engine["num_parameters"]:
-            self._result = "the model"
         super().on_start(info)
         self._show_training()
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     help="The tier to run; selftest is `dualtune selftest`, all is quick to extended.",
 )  # fmt: skip
 @click.option(
-    "--device", cls=PlatformOption, default="auto", show_default=True, envvar="DUALTUNE_DEVICE",
+    "--device", "--platform", "device", cls=PlatformOption, default="auto", show_default=True, envvar="DUALTUNE_DEVICE",
     show_envvar=True, help="The device to test. On a CPU, each tier trains a tiny model instead.",
 )  # fmt: skip
 @click.option("--check-memory", is_flag=True, help="Before a tier runs, compare the memory it needs with what is free.")

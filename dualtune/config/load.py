@@ -23,6 +23,7 @@ from yaml.events import (
 )
 
 from dualtune.base.errors import ConfigError
+from dualtune.base.files import did_you_mean_path
 from dualtune.base.redaction import redact
 from dualtune.config.advice import unknown_key
 from dualtune.config.schema import Config, sections
@@ -305,7 +306,10 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             raw = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file. `dualtune config` prints a commented default") from None
+        nearest = did_you_mean_path(path)
+        raise ConfigError(
+            f"{path}: no such file{nearest or '. `dualtune config` prints a commented default'}"
+        ) from None
     except IsADirectoryError:
         own = f". That of a run is {path / 'config.yaml'}" if (path / "config.yaml").is_file() else ""
         raise ConfigError(f"{path}: is a directory, must be a YAML file{own}") from None

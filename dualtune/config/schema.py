@@ -8,12 +8,12 @@ interface.
 from __future__ import annotations
 
 import re
-from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from dualtune.base.plugins import points_of
 from dualtune.base.text import closest, did_you_mean
 from dualtune.config.combinations import impossible_pairs, with_train_keys
 from dualtune.config.data_section import DataConfig
@@ -198,7 +198,7 @@ class TrainConfig(Section):
     @classmethod
     def _objective_is_there(cls, name: str) -> str:
         """Refuse a name that is neither ours nor that of an installed package: it may be a slip of the pen."""
-        if name in OBJECTIVE_NAMES or any(point.name == name for point in entry_points(group=OBJECTIVES_GROUP)):
+        if name in OBJECTIVE_NAMES or any(point.name == name for point in points_of(OBJECTIVES_GROUP)):
             return name
         meant = closest(name.lower(), OBJECTIVE_NAMES)
         advice = did_you_mean(meant) if meant else "Or install the package that registers it: docs/objectives.md"

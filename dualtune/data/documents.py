@@ -229,6 +229,9 @@ def held_out_tokens(tokens: np.ndarray, share: float, seed: int) -> tuple[np.nda
     if _is_near(tokens, chosen, share):
         return chosen, ""
     problem = f"{_share(tokens, chosen):.0%} of the tokens are held out, but data.eval is {share:.0%}"
+    if FAR * share * len(order) < 1:  # even if all rows had the same length
+        advice = "Add rows, name evaluation data in data.eval, or set it to 0"
+        return chosen, f"{problem}: the least is one of the {len(order)} rows. {advice}"
     return chosen, f"{problem}: there are too few rows, and their lengths differ too much. Split the longest rows"
 
 

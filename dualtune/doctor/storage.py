@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from dualtune.base.checks import Check
-from dualtune.base.files import cache_dir, existing, expanded
+from dualtune.base.files import cache_dir, did_you_mean_path, existing, expanded
 from dualtune.config import Config
 from dualtune.data.sources.readers import is_hub_name, kind_of
 from dualtune.engine.machine import GB
@@ -84,7 +84,7 @@ def _data_check(name: str) -> Check:
         "data",
         "fail",
         f"{path.absolute()}: no such file or directory",
-        "Put it there, or correct the path in the config",
+        f"Put it there, or correct the path in the config{did_you_mean_path(path)}",
     )
 
 

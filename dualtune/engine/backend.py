@@ -18,7 +18,6 @@ import re
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, replace
-from importlib.metadata import entry_points
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeVar, cast
@@ -27,6 +26,7 @@ import numpy as np
 
 from dualtune.base.errors import ConfigError, DualtuneError, EnvironmentFault
 from dualtune.base.fields import shown
+from dualtune.base.plugins import points_of
 from dualtune.base.world import World
 from dualtune.engine.adapter_bank import AdapterBank
 from dualtune.engine.card import BACKENDS_GROUP, KEEP_ALL, ActivationCheckpointing, backend_names, card_of
@@ -538,14 +538,15 @@ def get_backend(name: str, device: str = "auto") -> Backend:
 
 def backend_factory(name: str) -> Callable[[str], Backend]:
     """Import a backend without choosing a device, which building it does for the whole process. Errors as above."""
-    for point in entry_points(group=BACKENDS_GROUP, name=name):
-        try:
-            return cast(Callable[[str], Backend], point.load())
-        except ImportError as error:
-            raise EnvironmentFault(
-                f"Backend '{name}' could not be imported: {error}. Install it with: {card_of(name).package.command}"
-            ) from error
-    raise ConfigError(f"backend: got '{name}', allowed: {', '.join(backend_names())}")
+    point = next((point for point in points_of(BACKENDS_GROUP) if point.name == name), None)
+    if point is None:
+        raise ConfigError(f"backend: got '{name}', allowed: {', '.join(backend_names())}")
+    try:
+        return cast(Callable[[str], Backend], point.load())
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"Backend '{name}' could not be imported: {error}. Install it with: {card_of(name).package.command}"
+        ) from error
 
 
 # ----------------------------------------------------------------------------------------------------------------------

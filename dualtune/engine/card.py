@@ -11,12 +11,13 @@ import importlib.util
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from types import MappingProxyType
 from typing import Any, Literal
 
 from dualtune.base.checks import Check
 from dualtune.base.errors import ConfigError, EnvironmentFault
+from dualtune.base.plugins import points_of
 from dualtune.model.merge_rounding import ROUNDINGS
 from dualtune.model.methods import INITS
 
@@ -274,13 +275,13 @@ class Card:
 
 def backend_names() -> list[str]:
     """Return the names of the registered backends, installed or not."""
-    return sorted({point.name for point in entry_points(group=BACKENDS_GROUP)})
+    return sorted({point.name for point in points_of(BACKENDS_GROUP)})
 
 
 @cache
 def cards() -> tuple[Card, ...]:
     """Return a card for every registered backend, sorted by name."""
-    by_name = {point.name: _loaded(point) for point in entry_points(group=CARDS_GROUP)}
+    by_name = {point.name: _loaded(point) for point in points_of(CARDS_GROUP)}
     return tuple(by_name.get(name) or Card(name) for name in backend_names())
 
 

@@ -172,6 +172,13 @@ class Decoding(Protocol):
         """Append a token to each row (int32 [B]), and return the logits after it."""
         ...
 
+    def hold(self, row: int, text: np.ndarray, cache: GenerationCache) -> None:
+        """Let an empty cache hold a copy of the keys and values of a row, as `Engine.generate` would, if it can.
+
+        `text`: the tokens of the row (int32 [T]); the last one may not be computed yet.
+        """
+        ...
+
     def leave(self, staying: Sequence[int]) -> None:
         """Keep only these rows, given by their present indices, in this order.
 

@@ -45,6 +45,15 @@ def linux_cpu(cpuinfo: Path = CPUINFO) -> tuple[str, tuple[str, ...]]:
     return name, tuple(feature for flag, feature in CPU_FEATURES if flag in flags)
 
 
+def is_amd(cpuinfo: Path = CPUINFO) -> bool:
+    """Return whether the CPU is AMD's, by /proc/cpuinfo, or by the name that Windows has for it."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8")
+    except OSError:
+        text = platform.processor()
+    return "AuthenticAMD" in text
+
+
 def memory_limit(root: Path = Path("/")) -> tuple[int, int] | None:
     """Return the bytes that the control group of this process may use, and those it uses; None if not limited.
 

@@ -142,9 +142,6 @@ def _package_check(required: Requirement, command: str, installed: str | None) -
 
 # ----------------------------------------------------------------------------------------------------------------------
 NEW_DRIVER = "Install NVIDIA's driver 580 or newer: https://www.nvidia.com/drivers"  # required by CUDA 13
-DRIVER_OF_WINDOWS = (
-    "Install NVIDIA's driver in Windows, and none in WSL; then, in PowerShell: wsl --update; wsl --shutdown"
-)
 PASS_THROUGH = "docker run --gpus all … (podman: --device nvidia.com/gpu=all)"
 MAKE_SLICE = "sudo nvidia-smi mig -lgip; sudo nvidia-smi mig -cgi PROFILE -C"
 RESET = "nvidia-smi -q; sudo dmesg | grep NVRM; then sudo reboot"

@@ -43,13 +43,16 @@ from dualtune.model.config_file import decoder_table
 
 KEY = "train.router_aux_loss_coef"
 # Families whose routers send a token to the k experts with the largest logits, or of ERNIE 4.5 with the largest sums of
-# softmax and correction, and weigh them by the softmax.
+# softmax and correction, and weigh them by the softmax. JetMoe's attention has a router too, which counts as a layer.
 FAMILIES = frozenset(
     {
-        "ernie4_5_moe", "flex_olmo", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "jamba", "mellum",
-        "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text",
+        "dbrx", "ernie4_5_moe", "ernie4_5_vl_moe_text", "flex_olmo", "gpt_oss", "granitemoe", "granitemoehybrid",
+        "granitemoeshared", "jamba", "jetmoe", "mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text",
+        "qwen3_moe", "qwen3_next", "qwen3_vl_moe_text",
     }
 )  # fmt: skip
+# The key of a config with the number of experts of a token, if another one than transformers'.
+_EACH = {"ernie4_5_moe": "moe_k", "ernie4_5_vl_moe_text": "moe_k", "dbrx": "moe_top_k"}
 # The keys of a step's row in metrics.jsonl: the loss without its coefficient; the share of a layer's tokens that its
 # busiest expert gets, in the layer where that is largest; and how many experts of all layers get none.
 LOSS, BUSIEST, IDLE = "router_aux_loss", "router_busiest_share", "router_idle_experts"
@@ -59,7 +62,8 @@ def experts_of_token(config: Mapping[str, Any], coefficient: float) -> int:
     """Return k of a model. ConfigError if its experts cannot be balanced by the loss above."""
     table = decoder_table(config)
     family = str(table.get("model_type"))
-    each = table.get("moe_k" if family == "ernie4_5_moe" else "num_experts_per_tok")
+    sizes = table.get("ffn_config", {}) if family == "dbrx" else table
+    each = sizes.get(_EACH.get(family, "num_experts_per_tok"))
     if family in FAMILIES and type(each) is int:
         return each
     is_mixture = any("experts" in key and isinstance(n, int) and n > 1 for key, n in table.items())

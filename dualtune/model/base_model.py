@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from dualtune.base.errors import DualtuneError, EnvironmentFault
-from dualtune.base.files import expanded
+from dualtune.base.files import did_you_mean_path, expanded
 from dualtune.base.hub import Tell, check_announced, guard_hub, why_download_failed
 from dualtune.model.config_file import check_counts, check_storage, read_config
 from dualtune.model.gguf import is_gguf, model_from_gguf
@@ -96,12 +96,12 @@ def _download(name: str, weights: bool) -> Path:
     except Exception as error:  # huggingface_hub and its HTTP client share no class of errors
         looked = f"a directory {Path(name).resolve()}, in the hub cache {constants.HF_HUB_CACHE}"
         if constants.HF_HUB_OFFLINE:
-            reason = str(error).strip().splitlines()[0]
+            reason, nearest = str(error).strip().splitlines()[0], did_you_mean_path(name) or "."
             raise EnvironmentFault(
                 f"model.name: '{name}' was not found. Looked for {looked}, and on {constants.ENDPOINT} "
-                f"({type(error).__name__}: {reason}). Give a directory, or download the model while online."
+                f"({type(error).__name__}: {reason}). Give a directory, or download the model while online{nearest}"
             ) from error
         raise EnvironmentFault(
             f"model.name: '{name}' could not be downloaded from {constants.ENDPOINT}: {why_download_failed(error)}. "
-            f"Before that, looked for {looked}"
+            f"Before that, looked for {looked}{did_you_mean_path(name)}"
         ) from error

@@ -12,12 +12,11 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from dualtune.base.errors import ConfigError
-from dualtune.base.plugins import registered
+from dualtune.base.plugins import points_of, registered
 from dualtune.model import update_rules
 from dualtune.model.update_rules import ResultRule, Settings, UpdateRule
 
@@ -127,7 +126,7 @@ class _Table(Mapping[RuleName, Optimizer]):
         return self._installed[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or any(point.name == name for point in entry_points(group=OPTIMIZERS_GROUP))
+        return name in self._own or any(point.name == name for point in points_of(OPTIMIZERS_GROUP))
 
     def __iter__(self) -> Iterator[RuleName]:
         return iter(self._own)

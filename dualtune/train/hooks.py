@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualtune.base.errors import DualtuneError
+from dualtune.base.plugins import points_of
 
 if TYPE_CHECKING:
     from dualtune.engine.backend import Batch, Engine
@@ -207,7 +207,7 @@ def installed_hooks() -> tuple[list[Hook], list[str]]:
     """
     hooks: list[Hook] = []
     problems: list[str] = []
-    for point in sorted(entry_points(group=HOOKS_GROUP), key=lambda point: (point.name, point.value)):
+    for point in sorted(points_of(HOOKS_GROUP), key=lambda point: (point.name, point.value)):
         try:
             hook = point.load()()
         except Exception as error:  # noqa: BLE001  foreign code must not end a run

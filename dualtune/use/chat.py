@@ -11,13 +11,13 @@ from dualtune.data.chat.conversations import Message
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.new_tokens import with_new_tokens
 from dualtune.engine.backend import Backend
-from dualtune.engine.decoding import GenerationCache
 from dualtune.model.adapter import AdapterSpec, Tensors, modules_of
 from dualtune.model.base_model import resolve_model
 from dualtune.model.beside import BesideAdapter
 from dualtune.model.formats.chat_template import mismatch
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.model.places import in_names_of
+from dualtune.train.generation.held_texts import HeldTexts
 from dualtune.train.generation.inference import (
     LoadedModel,
     fit,
@@ -37,7 +37,7 @@ BASE = "base"  # the name of the model without an adapter
 
 
 class AdapterSet:
-    """One engine with any number of adapters, by name, each with its chat template and a cache of what it has read.
+    """One engine with any number of adapters, by name, each with its chat template; `held` is of texts they have read.
 
     `names` begins with "base". Adapters of different ranks, modules and scales share one engine: see `common_spec`.
     """
@@ -48,7 +48,7 @@ class AdapterSet:
         """`models`, by name: one engine, and the tokenizer of each."""
         self.models, self.adapters, self.engine = models, adapters, models[BASE].engine
         self.names = (BASE, *adapters)
-        self._caches = {name: GenerationCache() for name in self.names}
+        self.held = HeldTexts()
         self._tensors: dict[str, Tensors] = {}
         if spec is not None:
             neutral = self.engine.neutral_state()
@@ -56,21 +56,13 @@ class AdapterSet:
             self._tensors = {BASE: neutral} | fitted
         self._current: str | None = None
 
-    def cache_of(self, name: str) -> GenerationCache:
-        """Return the cache of what an adapter, or "base", has read."""
-        return self._caches[name]
-
-    def use(self, name: str) -> GenerationCache:
-        """Let the engine compute with an adapter, or "base" without one. Return the cache of what it has read.
-
-        ConfigError for an unknown name.
-        """
+    def use(self, name: str) -> None:
+        """Let the engine compute with an adapter, or "base" without one. ConfigError for an unknown name."""
         if name not in self.names:
             raise ConfigError(f"adapter: got '{name}', allowed: {', '.join(self.names)}")
         if self._tensors and name != self._current:
             self.engine.load_adapter_state(self._tensors[name])
         self._current = name
-        return self._caches[name]
 
 
 def load_adapter_set(
@@ -189,7 +181,8 @@ class Chat:
             prompt = model.tokenizer.encode_chat(messages)
         except RowError as error:
             raise DataError(f"the conversation: {error}") from error
-        pieces = stream_text(model, prompt, sampling, cache=self._adapters.use(self.name))
+        self._adapters.use(self.name)
+        pieces = stream_text(model, prompt, sampling, cache=self._adapters.held.begun(self.name, prompt))
         answer = ""
         try:
             for piece in pieces:

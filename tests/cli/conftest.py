@@ -1,9 +1,32 @@
 """The command line in a process of its own, and config files."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from dualtune.doctor.bench import measure
+
+SPEEDS = {}  # of this machine, by backend and dtype
+copied_bytes_per_s = cache(measure._copied_bytes_per_s)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _measured_once():
+    """A plan and a benchmark measure this machine for some seconds; all tests of a process have the same."""
+    peak_flops = measure.peak_flops
+
+    def once(backend, dtype):
+        key = backend.name, dtype
+        if key not in SPEEDS:
+            SPEEDS[key] = peak_flops(backend, dtype)
+        return SPEEDS[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "peak_flops", once)
+        patch.setattr(measure, "_copied_bytes_per_s", copied_bytes_per_s)
+        yield
 
 
 @pytest.fixture(scope="session")

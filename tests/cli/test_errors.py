@@ -5,6 +5,7 @@ a process of its own.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -33,6 +34,64 @@ def refused(dualtune_main, tmp_path):
 
 def snapshot(directory) -> dict:
     return {path: path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["export", "run", "tuned.gguf", "--to", "gguf"], ["adapter", "merge", "run", "tuned.gguf", "--base", "model"],
+        ["adapter", "convert", "run", "tuned.safetensors", "--to", "peft"], ["adapter", "import", "run", "tuned.ZIP"],
+        ["data", "clean", "rows.jsonl", "--out", "tuned.jsonl"],
+    ],
+)  # fmt: skip
+def test_the_name_of_a_file_is_none_for_a_new_directory(refused, command):
+    words = command[: 1 if command[0] == "export" else 2]
+    given = next(word for word in command if word.startswith("tuned."))
+    assert refused(2, *command) == (
+        f"{'--out' if '--out' in command else 'OUT'}: got {given}, the name of a file, but dualtune {' '.join(words)} "
+        f"writes several files into a new directory. Give it a name without {given[5:]}, such as tuned"
+    )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["adapter", "merge", "none", "{}", "--base", "none"], ["distill", "record", "no.yaml", "--teacher", "none",
+                                                                 "--out", "{}"],
+    ],
+)  # fmt: skip
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_read(refused, tmp_path, monkeypatch, command):
+    access, out = os.access, tmp_path / "new" / "out"
+    monkeypatch.setattr(os, "access", lambda path, mode, **more: path != tmp_path and access(path, mode, **more))
+    assert refused(5, *(word.format(out) for word in command)) == (
+        f"{out}: cannot be written, because {tmp_path} is read-only here. Choose another path"
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "command", "code", "told"),
+    [
+        ("train.yaml", ["train", "{}/trian.yml"], 2, "{0}/trian.yml: no such file. Did you mean '{0}/train.yaml'?"),
+        ("rows.jsonl", ["push", "{}/share", "{}/Rows.json"], 2, "SOURCE: {0}/Rows.json: no such file or directory. Did "
+         "you mean '{0}/rows.jsonl'?"),
+        ("runs/first/x", ["report", "{}/run/first"], 2, "{0}/run/first: is not a run directory. Did you mean "
+         "'{0}/runs/first'?"),
+        ("runs/first/x", ["adapter", "inspect", "{}/runs/frist"], 6, "{0}/runs/frist: No such file or directory. Did "
+         "you mean '{0}/runs/first'?"),
+        ("data/rows.jsonl", ["adapter", "inspect", "{}/deta/other"], 6, "{0}/deta/other: No such file or directory. An "
+         "adapter is a directory with adapter_config.json and its weights."),
+        ("other.jsonl", ["report", "{}/rows.jsonl"], 2, "{0}/rows.jsonl: is not a run directory. To find run "
+         "directories: dualtune runs DIRECTORY"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_nearly_right_is_told(refused, tmp_path, made, command, code, told):
+    """In its last part or an earlier one, in the stem or the suffix, in any case; only if the whole path is there."""
+    (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / made).touch()
+    assert refused(code, *(word.format(tmp_path) for word in command)) == told.format(tmp_path)
 
 
 # --- the config ------------------------------------------------------------------------------------------------------

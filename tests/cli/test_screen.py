@@ -244,6 +244,20 @@ def test_the_fingerprints_are_named_while_they_are_computed(config_file, open_ba
     assert began[at_result - 1] == "saving the adapter" and set(began[at_result + 1 :]) == {"saving the adapter"}
 
 
+@pytest.mark.parametrize(("method", "result"), [("full", "the model"), ("dora", "the adapter")])
+def test_what_is_saved_is_named_by_the_method(tmp_path, open_backend, capsys, method, result):
+    """Whatever an engine counts: a model's constants are parameters that full fine-tuning does not train."""
+    from dualtune.cli.progress import progress_hook
+    from dualtune.config import load_config
+
+    file = tmp_path / "config.yaml"
+    adapter = f"adapter: {{method: {method}}}"
+    file.write_text(f"{{model: {{name: m}}, {adapter}, data: {{train: a.jsonl}}, train: {{steps: 1}}}}")
+    with progress_hook(load_config(file), open_backend("numpy")) as hook:
+        hook._show_saving()
+    assert re.search(rf"saved       {result} in ", capsys.readouterr().out)
+
+
 def test_on_a_cpu_a_step_is_told_when_it_is_done(config_file, open_backend):
     """Not with the next one, which makes pairs of lines before each evaluation and each checkpoint."""
     from dualtune.config import load_config

@@ -134,7 +134,7 @@ def test_what_it_cannot_do_is_refused_in_a_sentence(outsider, config_file, tmp_p
     found = outsider(
         ("launch", config, "--on", "local", *HERE),
         ("launch", config, "--on", "mlx", *HERE),
-        ("validate", "--tier", "quick", "--device", "outsider", "--out", tmp_path / "out"),
+        ("validate", "--tier", "quick", "--platform", "outsider", "--out", tmp_path / "out"),
         ("train", config, "--platform", "outsider:1"),
         ("check-env", "--for", "nobody"),
     )

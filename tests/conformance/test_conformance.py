@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from dualtune.base.errors import EnvironmentFault
-from dualtune.engine.backend import get_backend
+from dualtune.engine.backend import SharedBase, get_backend
 from dualtune.engine.decoding import CannotBatch
 from dualtune.engine.testing.conformance import CHECKS, PACKING_CHECKS, Case, llama_case, softmax_case
 from dualtune.engine.testing.conformance_decoding import check_rows_together_compute_what_each_computes_alone
@@ -43,7 +43,8 @@ def backend(request):
 
 @pytest.fixture
 def case(backend, tmp_path) -> Case:
-    return (softmax_case if backend.name == "numpy" else llama_case)(backend, tmp_path)
+    case = (softmax_case if backend.name == "numpy" else llama_case)(backend, tmp_path)
+    return replace(case, shared_base=SharedBase())  # half of the time of some checks was that of loading it
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))

@@ -61,7 +61,19 @@ def test_two_uneven_rows_are_split_and_the_share_is_reported(make_config, write_
     config = make_config(write_rows([{"text": "long " * 90}, {"text": "short " * 60}]), {"data.eval": 0.1})
     train, eval_ = Data(config).train_and_eval(chatml)
     assert (train.num_rows, eval_.num_rows) == (1, 1) and eval_.num_tokens < train.num_tokens
-    assert "44% of the tokens are held out, but data.eval is 10%: there are too few rows" in eval_.summary()
+    told = "44% of the tokens are held out, but data.eval is 10%: the least is one of the 2 rows. Add rows"
+    assert told in eval_.summary()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "advice"),
+    [
+        ([70] * 4, "the least is one of the 4 rows. Add rows, name evaluation data in data.eval, or set it to 0"),
+        ([1] * 9 + [9000], "there are too few rows, and their lengths differ too much. Split the longest rows"),
+    ],
+)
+def test_what_to_do_about_a_share_depends_on_number_and_lengths(lengths, advice):
+    assert held_out_tokens(np.array(lengths), 0.1, 1)[1].endswith(f"data.eval is 10%: {advice}")
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.25])

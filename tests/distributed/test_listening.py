@@ -37,7 +37,7 @@ def test_a_stale_world_size_is_named_and_not_waited_for_in_silence(start, tmp_pa
     """WORLD_SIZE=2 RANK=0 from a shell of yesterday: nobody else will come."""
     soon = "import dualtune_torch.distributed as ours\nours.PATIENCE_S = 0.1\n"  # long before the end of the wait
     stale = {0: f"os.environ['WORLD_SIZE'] = '2'\n{soon}"}
-    (process,) = start(1, "train", CONFIG, "--platform", "cpu", env={"DUALTUNE_WAIT_S": "7"}, inject=stale).wait()
+    (process,) = start(1, "train", CONFIG, "--platform", "cpu", env={"DUALTUNE_WAIT_S": "2"}, inject=stale).wait()
     said = "process 0 of 2 (RANK and WORLD_SIZE are set) waits for the others at 127.0.0.1"
     assert f"waiting     {said}" in process.output
     assert f"Error: {said}" in process.output and process.output.count("unset RANK WORLD_SIZE") == 2

@@ -138,26 +138,25 @@ def test_the_first_process_fills_the_activation_cache_for_all(job):
     assert len(list((job.home / "cache" / "activations").iterdir())) == 2
 
 
-def test_runs_of_one_two_and_three_processes_are_one_run(job):
+def test_runs_of_one_and_three_processes_are_one_run(job):
     """Also of an adapter that starts from the base's weights and computes with their norms; and in what they answer."""
-    leave = {rank: LEAVE_ADAPTER.format(place=str(job.home)) for rank in range(3)}
+    leave = LEAVE_ADAPTER.format(place=str(job.home))
+    inject = {0: leave, 1: leave + NO_REPORT, 2: leave + NO_REPORT}
     how = {"adapter_method": "dora", "adapter_init": "pissa", "run_sample_prompts": ["a", "Name another."]}
     job.run(1, "one", **how)
-    job.run(2, "two", memory_sharding="full", inject=leave, **how)
-    job.run(3, "three", memory_sharding="full", inject={1: NO_REPORT, 2: NO_REPORT}, **how)
+    job.run(3, "three", memory_sharding="full", inject=inject, **how)
     assert "Gradient norm" in (job.home / "three" / "report.html").read_text(encoding="utf-8")
-    for name in ("two", "three"):
-        assert job.losses(name) == pytest.approx(job.losses("one"), abs=tolerances.STEP_LOSS)
-        evals = [[row["eval_loss"] for row in job.rows(run, "eval_loss")] for run in (name, "one")]
-        assert evals[0] == pytest.approx(evals[1], abs=tolerances.STEP_LOSS)
-        assert_near(job.adapter(name), job.adapter("one"))
-        answers, expected = (lines_of(job.home / run / "samples.jsonl") for run in (name, "one"))
-        assert [(row["step"], row["answer"]) for row in answers] == [(row["step"], row["answer"]) for row in expected]
-        assert len(expected) == 2 * len(evals[0]) and len(expected[0]["answer"]) > 4
+    assert job.losses("three") == pytest.approx(job.losses("one"), abs=tolerances.STEP_LOSS)
+    evals = [[row["eval_loss"] for row in job.rows(run, "eval_loss")] for run in ("three", "one")]
+    assert evals[0] == pytest.approx(evals[1], abs=tolerances.STEP_LOSS)
+    assert_near(job.adapter("three"), job.adapter("one"))
+    answers, expected = (lines_of(job.home / run / "samples.jsonl") for run in ("three", "one"))
+    assert [(row["step"], row["answer"]) for row in answers] == [(row["step"], row["answer"]) for row in expected]
+    assert len(expected) == 2 * len(evals[0]) and len(expected[0]["answer"]) > 4
     assert len(set(job.losses("one"))) == 9
-    first, second = (dict(np.load(job.home / f"{rank}.npz")) for rank in (0, 1))
-    assert all(np.array_equal(first[name], second[name]) for name in first)
-    written = list(job.adapter("two").values())
+    first, *others = (dict(np.load(job.home / f"{rank}.npz")) for rank in range(3))
+    assert len(others) == 2 and all(np.array_equal(first[name], other[name]) for name in first for other in others)
+    written = list(job.adapter("three").values())
     assert sorted(tensor.tobytes() for tensor in written) == sorted(tensor.tobytes() for tensor in first.values())
 
 

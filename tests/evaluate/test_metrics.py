@@ -149,7 +149,7 @@ def test_an_installed_metric_is_found_by_its_name(monkeypatch):
     from dualtune.use.scoring import metrics
 
     point = EntryPoint("plus", "operator:add", "dualtune.metrics")
-    monkeypatch.setattr(metrics, "entry_points", lambda group: [point] if group == "dualtune.metrics" else [])
+    monkeypatch.setattr(metrics, "points_of", lambda group: [point] if group == "dualtune.metrics" else [])
     with pytest.raises(DataError, match=r"^f:1: the metric plus returned 'ab'"):
         user_metric("plus").score("f:1", "a", "b")
 

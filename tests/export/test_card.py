@@ -1,11 +1,15 @@
 """What an export says of itself: its loss beside the run's last evaluation, and of what it was merged."""
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 import yaml
 
+from dualtune.cli.export import _next_command
 from dualtune.show.run import run
+from dualtune.use.export.request import Request
 from dualtune.use.model_card import export_card
 
 
@@ -35,6 +39,21 @@ def test_the_loss_of_the_export_stands_beside_the_runs_last_evaluation(trained, 
     assert "is trained" not in text and "own weights" in text and "`<|im_end|>`" in text
     said = dualtune_main("export", trained.run_dir, tmp_path / "again", "--platform", "cpu", "--to", "hf").stdout
     assert f"the run's last evaluation {trained.eval_loss:.4f}, merged {loss['merged']:.4f}" in said
+    words = shlex.split(said.splitlines()[-1])
+    assert words[0] == "next" and words[-2] == "chat" and Path(words[-1]).resolve() == tmp_path / "again"
+
+
+@pytest.mark.parametrize(
+    ("target", "files", "command"),
+    [
+        ("gguf", ["README.md", "a-BF16.gguf"], "llama-server -m 'my model/a-BF16.gguf'"),
+        ("lmstudio", ["README.md", "dualtune/a/a-Q4_0.gguf"], "cp -r 'my model/dualtune' ~/.lmstudio/models/"),
+        ("ollama", ["Modelfile", "a-Q4_0.gguf"], "ollama create my-model -f 'my model/Modelfile'"),
+    ],
+)
+def test_the_next_command_is_one_for_the_program(target, files, command):
+    out = Path("my model")
+    assert _next_command(Request(Path("run"), None, out, target, "q4_0", "My model"), files) == command
 
 
 def test_after_dpo_the_loss_is_that_of_the_chosen_answers(

@@ -21,9 +21,11 @@ from dualtune.data.batches import make_batch
 from dualtune.data.documents import in_memory
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.testing.tiny_models import write_tiny_llama
+from dualtune.show.run import run
 from dualtune.train.generation.inference import load_model, stream_text
 from dualtune.train.generation.sampling import Sampling
-from dualtune.train.objectives.served_teacher import ServedTeacher
+from dualtune.train.objectives import served_teacher
+from dualtune.train.objectives.served_teacher import ServedTeacher, TeacherLost
 from dualtune.train.objectives.teachers import said_by
 
 pytestmark = pytest.mark.interop
@@ -105,27 +107,48 @@ def test_vllm_with_the_merged_model_answers_as_we_do(vllm, wide, open_backend, d
     assert found["choices"][0]["text"].strip() == expected(open_backend("torch"), wide)
 
 
-@pytest.mark.parametrize("k", [0, 8])
-def test_a_teacher_on_vllm_says_what_its_model_says(vllm, wide, open_backend, k):
+def test_a_teacher_on_vllm_says_what_its_model_says_and_teaches_it(vllm, wide, open_backend, make_config, write_rows):
+    """All in one test, because the server takes minutes to start. A run on answers that are drawn is the one that the
+    teacher's directory gives; once the server is gone, it is saved, and named."""
     model, _, _ = wide
-    engine = load_model(open_backend("torch"), str(model), None, dtype="float32").engine
+    backend, port = open_backend("torch"), free_port()
+    engine = load_model(backend, str(model), None, dtype="float32").engine
     rng = np.random.default_rng(0)
     documents = in_memory((rng.integers(5, 200, n).astype(np.int32), np.arange(n) >= n // 2) for n in (40, 9, 23))
-    batch = make_batch(documents, [[0], [1], [2]], seed=0, step=0)
-    port = free_port()
+    batch, address = make_batch(documents, [[0], [1], [2]], seed=0, step=0), f"http://127.0.0.1:{port}/v1"
     with served(vllm, "serve", model, *ON_A_CPU, port=port) as ask:
         ask("/v1/completions", ASKED | {"model": str(model)})
-        teacher, greedy = (
-            ServedTeacher(DistillConfig(teacher=f"http://127.0.0.1:{port}/v1", top_k=top_k), Tokenizer(model, "none"))
-            for top_k in (k, 21)
+        none, eight, greedy = (
+            ServedTeacher(DistillConfig(teacher=address, top_k=top_k), Tokenizer(model, "none")) for top_k in (0, 8, 21)
         )
-        teacher.start(engine, None)
-        tokens, logprobs = teacher(batch, k)
+        for k, teacher in ((0, none), (8, eight)):
+            teacher.start(engine, None)
+            tokens, logprobs = teacher(batch, k)
+            expected_tokens, expected_logprobs = said_by(engine)(batch, k)
+            np.testing.assert_array_equal(tokens, expected_tokens)
+            np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-4)
         with pytest.raises(ConfigError, match=r"400 .*lower distill\.top_k; vLLM allows 20"):
             greedy.start(engine, None)
-    expected_tokens, expected_logprobs = said_by(engine)(batch, k)
-    np.testing.assert_array_equal(tokens, expected_tokens)
-    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-4)
+        data = write_rows([{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(8)])
+        options = {
+            "train.objective": "on_policy_distill", "train.steps": 3, "train.documents_per_step": 2, "distill.top_k": 4,
+            "rollouts.max_tokens": 4, "rollouts.samples": 2, "run.report": False,
+            "adapter.init_from": str(wide[1]), "adapter.rank": 8, "adapter.alpha": 16,
+        }  # fmt: skip
+
+        def losses(name, teacher):
+            values = {**options, "run.dir": data.with_name(name), "distill.teacher": teacher}
+            result = run(make_config(data, values, model), backend)
+            rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+            return [row["loss"] for row in rows if "loss" in row]
+
+        taught = losses("served", address)
+        assert len(taught) == 3 and min(taught) > 0
+        assert taught == pytest.approx(losses("loaded", str(model)), abs=1e-4)
+    options["train.steps"] = 4
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TeacherLost, match=r"does not answer: .*refused"):
+        patch.setattr(served_teacher, "PAUSES_S", ())
+        losses("served", address)
 
 
 def expected(backend, stories):

@@ -258,6 +258,25 @@ def test_vllm_is_refused_where_its_loader_finds_no_experts(load, models, tmp_pat
     write_adapter(tmp_path / "attention", without_experts(adapter), layout="vllm")
 
 
+def test_of_gpt_oss_vllm_needs_gate_or_up_and_down(load, models, tmp_path):
+    """They are one parameter there: vLLM 0.32 loads it with zeros for the other one."""
+    model = models("gpt_oss")
+    for targets, missing in (((GATE, DOWN), None), ((GATE, UP), DOWN)):
+        spec = dataclasses.replace(SPEC, targets=targets)
+        state = trained(load("torch", model, spec)).adapter_state()
+        adapter = Adapter(spec, state, str(model), naming=naming_of(model, modules_of(state)))
+        if missing is None:
+            write_adapter(tmp_path / "vllm", adapter, layout="vllm")
+            back = read_adapter(tmp_path / "vllm")
+            found = updates(back.tensors, back.spec.scale)
+            expected = updates(state, SPEC.scale)
+            assert_close({module: found[module] for module in expected}, expected, 1e-6)
+            assert not any(change.any() for module, change in found.items() if module not in expected)
+            continue
+        with pytest.raises(ConfigError, match=rf"experts\.{missing} has no adapter"):
+            write_adapter(tmp_path / "other", adapter, layout="vllm")
+
+
 def without_experts(adapter):
     tensors = {name: x for name, x in adapter.tensors.items() if ".experts." not in name}
     return dataclasses.replace(adapter, tensors=tensors, spec=dataclasses.replace(adapter.spec, experts=False))

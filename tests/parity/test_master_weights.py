@@ -30,10 +30,6 @@ SIZE = 2000 + 630 + 3000
 STEP = np.array([3], np.int32)
 
 
-def as_int32(*values):
-    return [np.asarray(value, np.int32) for value in values]
-
-
 def in_bfloat16(values):
     return torch.from_numpy(np.array(values, np.float32)).bfloat16().float().numpy()
 

@@ -104,6 +104,19 @@ def test_the_processor_s_name_and_features_are_read_from_cpuinfo(tmp_path, text,
     assert cpu.linux_cpu(tmp_path / "cpuinfo") == found
 
 
+def test_a_processor_is_amd_s_by_its_vendor(tmp_path, monkeypatch):
+    """Not by the name, which a virtual machine may choose; without the file by what Windows says."""
+    for text, found in {
+        "vendor_id\t: AuthenticAMD\nmodel name\t: QEMU\n": True,
+        "vendor_id\t: GenuineIntel\nmodel name\t: not AMD\n": False,
+    }.items():
+        write(tmp_path / "cpuinfo", text)
+        assert cpu.is_amd(tmp_path / "cpuinfo") is found
+    for text, found in (("AMD64 Family 25 Model 17 Stepping 1, AuthenticAMD", True), ("arm", False), ("", False)):
+        monkeypatch.setattr(cpu.platform, "processor", lambda text=text: text)
+        assert cpu.is_amd(tmp_path / "absent") is found
+
+
 def test_a_processor_that_tells_nothing_still_has_a_name(tmp_path):
     name, features = cpu.linux_cpu(tmp_path / "absent")
     assert name and features == ()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from dualtune.use.chat import load_adapter_set
+from dualtune.use.serve import answers as answers_module
 from dualtune.use.serve.answers import Answers
 from dualtune.use.serve.server import CompletionServer
 
@@ -43,8 +44,9 @@ class Served:
 
 
 @pytest.fixture
-def serve(open_backend, tiny_softmax):
+def serve(open_backend, tiny_softmax, monkeypatch):
     """Start a server of a model; the default computes almost nothing."""
+    monkeypatch.setattr(answers_module, "POLL_S", 0.01)  # which the end of each server waits for
     with contextlib.ExitStack() as stack:
 
         def start(backend="numpy", model=tiny_softmax, adapters=None, key=None, template="auto", **limits):

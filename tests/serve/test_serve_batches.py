@@ -127,7 +127,8 @@ class Failing:
     """A decoding that fails at its second step, or where memory is short for more than three rows."""
 
     def __init__(self, inner, is_short):
-        self.enter, self._inner, self._is_short, self._steps = inner.enter, inner, is_short, 0
+        self.enter, self.hold = inner.enter, inner.hold
+        self._inner, self._is_short, self._steps = inner, is_short, 0
 
     def advance(self, tokens_B):
         self._steps += 1
@@ -268,16 +269,9 @@ def flat(values):
     }
 
 
-@pytest.mark.parametrize("backend", ["torch", "mlx"])
-def test_a_row_that_enters_the_batch_does_not_compute_what_its_adapter_has_read(open_set, backend, monkeypatch):
-    """Neither its own text so far, nor the beginning that it shares with the last answer of the same adapter."""
-    adapters, long, asked = open_set(backend), "a system message of some length", {"temperature": 0, "max_tokens": 6}
-    bodies = [{"model": "one", "prompt": f"{long} and a", **asked}, {"model": "one", "prompt": f"{long} or", **asked},
-              {"model": "two", "prompt": f"{long} and a", **asked}]  # fmt: skip
-    requests = [read_request(json.dumps(body).encode(), is_chat=False) for body in bodies]
-    answers = answers_of(adapters, bounds=replace(AT_ONCE, rows=1))
-    expected, computed = answered(answers, [*map(answers.submit, requests)]), []
-    decoding = adapters.engine.decoding
+def count_computed(monkeypatch, engine, computed):
+    """How many tokens of each text that enters a batch are computed."""
+    decoding = engine.decoding
 
     def counted(*bank):
         made = decoding(*bank)
@@ -290,14 +284,57 @@ def test_a_row_that_enters_the_batch_does_not_compute_what_its_adapter_has_read(
         made.enter = entered
         return made
 
-    monkeypatch.setattr(adapters.engine, "decoding", counted)
+    monkeypatch.setattr(engine, "decoding", counted)
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_a_batch_does_not_compute_what_the_batch_before_has_read(open_set, backend, monkeypatch):
+    """Each conversation goes on, and others begin alike: only what is new is computed, as far as texts are held."""
+    adapters = open_set(backend)
+    texts = [f"{number} is a system message of some length, and a" for number in range(3)]
+    asked = [(name, text) for name, text in zip(("one", "two", "one"), texts, strict=True)]
+
+    def ask(answers, asked):
+        bodies = [{"model": name, "prompt": text, "temperature": 0, "max_tokens": 6} for name, text in asked]
+        jobs = [answers.submit(read_request(json.dumps(body).encode(), is_chat=False)) for body in bodies]
+        return [text for text, _ in answered(answers, jobs)]
+
+    def turns(answers):
+        first = ask(answers, asked)
+        computed.clear()
+        following = [(name, f"{text}{said} or") for (name, text), said in zip(asked, first, strict=True)]
+        return first, ask(answers, [*following, (asked[0][0], f"{asked[0][1]}nother")])
+
+    computed = list[int]()
+    expected = turns(answers_of(adapters, bounds=replace(AT_ONCE, rows=1)))
+    adapters.held.forget()
+    count_computed(monkeypatch, adapters.engine, computed)
+    adapters.held.most_tokens = 1000
+    assert turns(answers_of(adapters)) == expected
+    assert len(computed) == 4 and max(computed) <= 12, computed  # a token is a character here
+    adapters.held.forget()
+    adapters.held.most_tokens = 0  # the last text of each model alone is held
+    assert turns(answers_of(adapters)) == expected
+    assert len(computed) == 4 and sorted(each > 12 for each in computed) == [False, False, True, True], computed
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_a_row_that_enters_the_batch_does_not_compute_what_its_adapter_has_read(open_set, backend, monkeypatch):
+    """Neither its own text so far, nor the beginning that it shares with the last answer of the same adapter."""
+    adapters, long, asked = open_set(backend), "a system message of some length", {"temperature": 0, "max_tokens": 6}
+    bodies = [{"model": "one", "prompt": f"{long} and a", **asked}, {"model": "one", "prompt": f"{long} or", **asked},
+              {"model": "two", "prompt": f"{long} and a", **asked}]  # fmt: skip
+    requests = [read_request(json.dumps(body).encode(), is_chat=False) for body in bodies]
+    answers = answers_of(adapters, bounds=replace(AT_ONCE, rows=1))
+    expected, computed = answered(answers, [*map(answers.submit, requests)]), []
+    count_computed(monkeypatch, adapters.engine, computed)
     answers = answers_of(adapters)
     jobs = [answers.submit(requests[0])]
     answers.answer_next()
     answers.answer_next()
     jobs += [*map(answers.submit, requests[1:])]
     for name in ("two", "base"):
-        adapters.cache_of(name).clear()
+        adapters.held.forget(name)
     assert answered(answers, jobs) == expected
     first, second, third = computed[-3:]
     assert first == 1 and second < 6 and third == len(adapters.models["two"].tokenizer.encode_text(bodies[2]["prompt"]))

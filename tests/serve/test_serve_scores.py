@@ -1,6 +1,9 @@
 """Prompts that are scored, not continued, and a teacher that is asked so."""
 
+import contextlib
 import json
+import socket
+import threading
 
 import numpy as np
 import pytest
@@ -9,10 +12,11 @@ from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.config.schema import DistillConfig
 from dualtune.data.batches import make_batch
 from dualtune.data.documents import in_memory
+from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.show.run import run
 from dualtune.train.fingerprints import plain_batch
 from dualtune.train.objectives import served_teacher
-from dualtune.train.objectives.served_teacher import ServedTeacher
+from dualtune.train.objectives.served_teacher import ServedTeacher, TeacherLost
 from dualtune.train.objectives.teachers import said_by
 
 SCORED = {"model": "base", "prompt": "Hello you", "echo": True, "max_tokens": 0}
@@ -194,3 +198,45 @@ def test_a_server_that_cannot_say_it_is_named(serve, monkeypatch):
         monkeypatch.setattr(teacher, "_asked", lambda *_, answer=answer: answer)
         with pytest.raises(EnvironmentFault, match="return_tokens_as_token_ids"):
             teacher._scored([5, 6], 1)
+
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(("said", "told"), [
+    (ANSWER + b"Transfer-Encoding: chunked\r\n\r\nff\r\n{", "IncompleteRead"),
+    (ANSWER + b"Content-Length: 100\r\n\r\n{", "Expecting"),
+    (b"SSH-2.0-OpenSSH_9.6\r\n", "SSH"), (b"", "closed connection"),
+    (ANSWER + b"Content-Length: 2\r\n\r\n[]", "no JSON object"), (None, "nothing came for 0.2 s"),
+])  # fmt: skip
+def test_a_server_that_dies_while_it_answers_or_is_too_slow_is_asked_again_and_then_named(
+    tiny_softmax, said, told, monkeypatch
+):
+    """`said`: what it says before it closes the connection; None: nothing, and it stays open."""
+    monkeypatch.setattr(served_teacher, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(served_teacher, "TIMEOUT_S", 0.2)
+    asked, kept = [], []
+
+    def answer(server):
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                asked.append(connection.recv(1 << 16))
+                if said is None:
+                    kept.append(connection)
+                    continue
+                connection.sendall(said)
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer, args=(server,))
+        thread.start()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        teacher = ServedTeacher(DistillConfig(teacher=address), Tokenizer(tiny_softmax, "none"))
+        with pytest.raises(TeacherLost, match=f"{told}.*The run resumes when it does"):
+            teacher.start(None, None)
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for connection in kept:
+        connection.close()
+    assert len(asked) == 2 and all(each.startswith(b"GET /v1/models") for each in asked)

@@ -1,8 +1,6 @@
 """The names that the source documents give to files lead to the commands, with the documents' own options."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,9 +19,9 @@ ROOT = Path(__file__).parents[2]
         (["validate_training_config.py", "--config=nowhere.yaml"], ["check-config", "nowhere.yaml"]),
     ],
 )  # fmt: skip
-def test_a_script_answers_as_its_command(call, command):
-    script, ours = ([sys.executable, f"scripts/{call[0]}", *call[1:]], [sys.executable, "-m", "dualtune", *command])
-    results = [subprocess.run(args, cwd=ROOT, capture_output=True, text=True, check=False) for args in (script, ours)]
+def test_a_script_answers_as_its_command(call, command, forked):
+    script, ours = (ROOT / "scripts" / call[0], *call[1:]), ("dualtune", *command)
+    results = [forked(*words, cwd=ROOT) for words in (script, ours)]
     assert results[0].returncode == results[1].returncode
     assert results[0].stderr == results[1].stderr
     if "--json" in call:

@@ -157,6 +157,10 @@ def test_a_model_whose_rows_split_blocks_computes_with_the_unpacked_weights(tmp_
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-def test_importing_bitsandbytes_says_nothing_of_kernels_that_no_one_has_asked_for(python):
-    done = python("-c", "import dualtune_torch.weights.nf4, bitsandbytes")
-    assert done.returncode == 0 and "gemm_4bit_forward" not in done.stderr
+def test_importing_bitsandbytes_says_nothing_of_kernels_that_no_one_has_asked_for(forked, tmp_path):
+    program = tmp_path / "imports.py"
+    program.write_text(
+        "import sys, dualtune_torch.weights.nf4\nassert 'bitsandbytes' not in sys.modules\nimport bitsandbytes\n"
+    )
+    done = forked(program)
+    assert done.returncode == 0 and "gemm_4bit_forward" not in done.stderr, done.stderr

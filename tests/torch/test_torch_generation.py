@@ -58,8 +58,11 @@ def test_few_rows_that_leave_move_few_others(engine):
     assert {layer.keys.shape[:3] for layer in layers_of(decoding)} == {(3, rooms[0].shape[1], 7)}  # 6 + 1: no padding
 
 
-def test_few_rows_are_products_of_their_own_while_texts_are_continued_and_then_only(open_backend, tiny_llama):
+def test_few_rows_are_products_of_their_own_while_texts_are_continued_and_then_only(
+    open_backend, tiny_llama, monkeypatch
+):
     """Wide layers alone gain by them; they are the same but for rounding, also of a row alone."""
+    monkeypatch.setattr("dualtune_torch.kernels.products.is_faster", lambda: True)
     engine, plain = (
         load_model(open_backend("torch"), str(tiny_llama), kernels=kernels).engine for kernels in ("auto", "reference")
     )

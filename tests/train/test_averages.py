@@ -32,9 +32,10 @@ WAYS = {
 }  # fmt: skip
 
 
-def on(*pairs):
+def on(*pairs, long=()):
     """Repeat a test with each pair of a backend and a way."""
-    return pytest.mark.parametrize(("lab", "way"), pairs, indirect=["lab"])
+    rare = [pytest.param(*pair, marks=pytest.mark.long) for pair in long]
+    return pytest.mark.parametrize(("lab", "way"), [*pairs, *rare], indirect=["lab"])
 
 
 on_numpy = pytest.mark.parametrize("lab", ["numpy"], indirect=True)
@@ -69,8 +70,8 @@ def assert_tensors(found, expected):
 
 
 @on(
-    ("numpy", "schedule_free"), ("numpy", "tail, sgd"), ("torch", "schedule_free"), ("torch", "tail"),
-    ("torch", "ema, adamw_8bit"), ("mlx", "schedule_free"), ("mlx", "ema, adamw_8bit"),
+    ("numpy", "schedule_free"), ("numpy", "tail, sgd"), ("torch", "tail"), ("torch", "ema, adamw_8bit"),
+    ("mlx", "schedule_free"), long=(("torch", "schedule_free"), ("mlx", "ema, adamw_8bit")),
 )  # fmt: skip
 def test_resume_is_bitwise_and_the_result_is_written(lab, rows_of, weights_of, way):
     settings = RUN | WAYS[way]
@@ -88,7 +89,7 @@ def test_resume_is_bitwise_and_the_result_is_written(lab, rows_of, weights_of, w
     assert any((written(straight)[name] != w).any() for name, w in saved.adapter.items()), "it is what was trained"
 
 
-@on(("numpy", "tail"), ("torch", "schedule_free"), ("torch", "tail"), ("mlx", "schedule_free"), ("mlx", "tail"))
+@on(("numpy", "tail"), ("torch", "schedule_free"), ("mlx", "tail"), long=(("torch", "tail"), ("mlx", "schedule_free")))
 def test_an_evaluation_does_not_disturb_the_training(lab, rows_of, weights_of, way):
     settings = RUN | WAYS[way] | {"model__dtype": "auto" if lab.backend.name == "numpy" else "bfloat16"}
     often = lab.run("often", **settings | {"run__eval_every": 1})
@@ -128,6 +129,7 @@ def test_the_average_is_that_of_the_weights_of_each_step(lab, way, over):
         np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("lab", ["torch"], indirect=True)
 @pytest.mark.parametrize(("first", "second"), [("torch", "mlx"), ("mlx", "torch")])
 @pytest.mark.parametrize("way", [FREE, TAIL], ids=["schedule_free", "tail"])

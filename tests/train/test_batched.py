@@ -26,6 +26,7 @@ from dualtune.train.generation.batched import (
     ended_rows,
     prompted_row,
 )
+from dualtune.train.generation.held_texts import HeldTexts
 from dualtune.train.generation.inference import BASE_ONLY, GenerationProgress, load_model, stream_text
 from dualtune.train.generation.sampling import Chooser, Sampling
 from dualtune.use.scoring.answers import KeptAnswers
@@ -309,6 +310,16 @@ def test_a_bank_whose_rows_have_each_others_adapters_is_found(model, monkeypatch
         check_decoding(model.engine, prompts_of(model)[:2], new)
 
 
+@pytest.mark.parametrize("model", ["numpy"], indirect=True)
+def test_a_bank_that_scores_otherwise_than_it_continues_is_found(model, monkeypatch):
+    bank, scoring = AdapterBank([(replace(BASE_ONLY, rank=4), model.engine.neutral_state())] * 2), model.engine.scoring
+    monkeypatch.setattr(model.engine, "scoring", lambda bank, adapters: scoring(bank, adapters[::-1]))
+    with pytest.raises(CannotBatch, match="differ by"):
+        check_decoding(model.engine, prompts_of(model)[:2], bank)
+    monkeypatch.undo()
+    check_decoding(model.engine, prompts_of(model)[:2], bank)
+
+
 # --- kept ------------------------------------------------------------------------------------------------------------
 
 
@@ -473,6 +484,64 @@ def test_what_is_held_of_a_text_is_not_computed_again(model, request):
     engine.load_adapter_state(random_adapter(engine.adapter_state(), seed=4))
     differs = np.abs(entered(held=held) - entered()).max(-1) > 1e-3
     assert differs.tolist() == [caches and i in (0, 1) for i in (0, 1, 2, 3) * 2]
+
+
+def test_what_a_batch_has_computed_of_a_text_is_held(model, request, monkeypatch):
+    """Of rows that entered late, with others between them, that ended at a token or at their limit: a text that goes on
+    is the one that it is without, by itself and in a batch; without memory for a copy nothing is held."""
+    engine, rng = model.engine, np.random.default_rng(1)
+    caches = request.node.callspec.params["model"] != "numpy"
+    engine.load_adapter_state(random_adapter(engine.adapter_state()))
+    prompts = [rng.integers(5, 60, n).astype(np.int32) for n in (9, 30, 4, 21)]
+    rows = [prompted_row(model, i, prompt, replace(GREEDY, max_tokens=2 + 3 * i)) for i, prompt in enumerate(prompts)]
+    held = dict[int, GenerationCache]()
+    for row in rows:
+        row.keep = partial(held.__setitem__, row.number)
+    monkeypatch.setattr(rows[1], "ends", lambda tokens: len(tokens) == 3)
+    assert len([*continue_rows(model, rows, bounds=Bounds(rows=3, least_share=0.0))]) == 4
+    for row in rows:
+        cache = held[row.number]
+        assert cache.tokens == (row.text[:-1].tolist() if caches else [])
+        text = np.array([*row.text, 7, 8, 9], np.int32)
+        logits = [engine.decoding().enter([text], **each).rows() for each in ({}, {"held": cache})]
+        np.testing.assert_allclose(*logits, atol=1e-5)
+        said = [[*islice(engine.generate(text, choose=Chooser(GREEDY, frozenset()), cache=each), 3)]
+                for each in (None, cache)]  # fmt: skip
+        assert said[0] == said[1]
+        shorter = np.append(row.text[:-5], 9).astype(np.int32)  # it is cropped
+        assert next(engine.generate(shorter, choose=Chooser(GREEDY, frozenset()), cache=cache)) == next(
+            engine.generate(shorter, choose=Chooser(GREEDY, frozenset()))
+        )
+    # Of another adapter, where it would be wrong, it shows that it is used.
+    engine.load_adapter_state(random_adapter(engine.adapter_state(), seed=4))
+    text, cache = prompts[3], held[3]
+    logits = [engine.decoding().enter([text], **each).rows() for each in ({}, {"held": cache})]
+    assert (np.abs(logits[0] - logits[1]).max() > 1e-3) == caches
+
+
+def test_what_is_held_of_texts_is_limited():
+    held, texts = HeldTexts(most_tokens=10), [np.arange(n, n + 4) for n in range(0, 40, 4)]
+
+    def put(name, text):
+        held.put(name, GenerationCache(text.tolist(), on_device=object()))
+
+    for text in texts[:2]:
+        put("a", text)
+    put("b", texts[0])  # the third of four tokens: the first has to leave
+    following = [np.append(text, [90, 91]) for text in texts]
+    assert held.longest("a", following[0]) is None and held.num_tokens == 8
+    assert held.longest("a", following[1]).tokens == texts[1].tolist()
+    assert held.longest("c", following[1]) is None
+    put("a", following[1])  # which begins with the one before
+    assert held.num_tokens == 10 and held.longest("a", following[1][:5]).num_shared(following[1]) == 5
+    put("a", texts[2])
+    put("c", np.arange(100))  # the last one of each model stays
+    assert held.num_tokens == 4 + 4 + 100 and held.longest("a", following[2]) is held.begun("a", following[2])
+    held.forget("c")
+    assert held.longest("b", following[0]).tokens == texts[0].tolist() and held.num_tokens == 8
+    assert held.begun("d", texts[5]).tokens == [] and held.longest("d", texts[5]) is None
+    held.forget()
+    assert held.num_tokens == 0 and held.longest("b", following[0]) is None
 
 
 def test_a_row_whose_beginning_is_held_enters_by_itself(model, monkeypatch):

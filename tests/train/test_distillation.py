@@ -1,6 +1,7 @@
 """Distillation: the divergences, the file of a teacher's distributions, and runs that learn from it."""
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -322,6 +323,12 @@ def test_the_command_records_what_a_run_needs(lab, write_rows, dualtune_main, tm
     assert distributions.tokens_Nk.shape == (result["targets"], 3) and distributions.teacher == student
     prepared = prepare(lab.config(**RUN | {"data__train": str(rows), "distill__distributions": str(out)}), lab.backend)
     assert sum(len(part.places) for part in (prepared.distillation.train, prepared.distillation.eval)) == 24
+    # The next command trains on what was recorded: with the overrides, and with paths that a shell reads.
+    config.write_text(config.read_text().replace("eval: 0", "eval: 0.9"))
+    spaced = ["distill", "record", config, "--platform", "cpu", "--teacher", student, "--set", "data.eval=0"]
+    said = dualtune_main(*spaced, "--out", tmp_path / "my teacher.safetensors")
+    words = shlex.split(said.stdout.splitlines()[-1])
+    assert words[words.index("--set") + 1] == "data.eval=0" and "my teacher.safetensors" in words[-1]
     too_many = dualtune_main(*args, student, "--top-k", "100000")
     assert too_many.returncode == 2 and "--top-k" in too_many.stderr
     other = tmp_path / "other"

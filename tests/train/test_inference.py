@@ -80,7 +80,7 @@ PROBS = np.array([0.05, 0.5, 0.15, 0.3])
 LOGITS = np.log(PROBS).astype(np.float32)
 
 
-def drawn(n=20_000, **options) -> np.ndarray:
+def drawn(n=5_000, **options) -> np.ndarray:
     """How often each token is chosen."""
     choose = Chooser(Sampling(n, **options), frozenset())
     return np.bincount([choose(LOGITS) for _ in range(n)], minlength=4) / n
@@ -89,7 +89,7 @@ def drawn(n=20_000, **options) -> np.ndarray:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_come_as_often_as_the_softmax_says(temperature):
     expected = PROBS ** (1 / temperature) / (PROBS ** (1 / temperature)).sum()
-    assert drawn(temperature=temperature) == pytest.approx(expected, abs=0.02)  # four standard errors are 0.014
+    assert drawn(temperature=temperature) == pytest.approx(expected, abs=0.03)  # four standard errors are 0.028
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_tokens_come_as_often_as_the_softmax_says(temperature):
 )
 def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
     expected = np.isin(np.arange(4), kept) * PROBS
-    assert drawn(temperature=1.0, top_p=top_p) == pytest.approx(expected / expected.sum(), abs=0.02)
+    assert drawn(temperature=1.0, top_p=top_p) == pytest.approx(expected / expected.sum(), abs=0.03)
 
 
 def test_top_p_keeps_what_transformers_keeps():

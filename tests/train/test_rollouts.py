@@ -49,6 +49,7 @@ def rollouts_of(run_dir):
     return [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_reward_rises_and_every_sample_is_kept(sampling_lab, rows_of, temperature):
     """What the training pass says of the samples is what they were drawn with, at any temperature."""
@@ -77,6 +78,7 @@ def test_the_reward_rises_and_every_sample_is_kept(sampling_lab, rows_of, temper
 OTHERS = (pytest.param(name, marks=pytest.mark.long) for name in ("dr_grpo", "gspo", "cispo", "rloo"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("objective", ["grpo", "dapo", *OTHERS])
 def test_a_resumed_run_draws_what_the_straight_run_draws(sampling_lab, weights_of, objective):
     options = settings(sampling_lab, train__objective=objective, rollouts__kl=0.1)

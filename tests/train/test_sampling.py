@@ -74,10 +74,10 @@ def test_what_is_left_out_is_what_transformers_leaves_out(way, warpers):
     for warper in warpers(transformers):
         scores = warper(torch.zeros(1, 1, dtype=int), scores)
     expected_V = scores.softmax(-1)[0].numpy()
-    choose = Chooser(replace(HOT, max_tokens=20_000, **way), frozenset())
-    drawn_V = np.bincount([choose(logits_V) for _ in range(20_000)], minlength=20) / 20_000
+    choose = Chooser(replace(HOT, max_tokens=5_000, **way), frozenset())
+    drawn_V = np.bincount([choose(logits_V) for _ in range(5_000)], minlength=20) / 5_000
     assert set(np.flatnonzero(drawn_V)) == set(np.flatnonzero(expected_V))
-    np.testing.assert_allclose(drawn_V, expected_V, atol=0.02)  # four standard errors are 0.014
+    np.testing.assert_allclose(drawn_V, expected_V, atol=0.03)  # four standard errors are 0.028
 
 
 def test_likely_rows_are_in_order_whatever_a_device_gives():

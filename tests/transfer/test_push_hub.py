@@ -121,7 +121,7 @@ def hub(tmp_path, python):
     """The server, and `hub.run(...)` for the command line in a process that takes it for the hub."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.repos, server.large, server.asked, server.fails = {}, {}, [], []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": TOKEN,
            "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1",
            "HF_HUB_DISABLE_TELEMETRY": "1"}  # fmt: skip

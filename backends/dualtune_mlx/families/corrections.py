@@ -119,6 +119,80 @@ def _longcat_flash(model: Any, config: Mapping[str, Any]) -> None:
                     norm.eps = LATENT_EPS
 
 
+# --- activations: mlx-lm has one for all models of a family, transformers that of the config --------------------------
+
+_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_python_tanh", "gelu_accurate")  # names of one function
+ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
+    "gelu": nn.gelu, **dict.fromkeys(_TANH, nn.gelu_approx), "relu": nn.relu, "silu": nn.silu,
+}  # fmt: skip
+
+
+MLP = Callable[[Any, mx.array], mx.array]
+
+
+def _gated(mlp: Any, x: mx.array) -> mx.array:
+    return mlp.down_proj(mlp.act(mlp.gate_proj(x)) * mlp.up_proj(x))
+
+
+def _plain(mlp: Any, x: mx.array) -> mx.array:
+    return mlp.c_proj(mlp.act(mlp.c_fc(x)))
+
+
+def _of_neox(mlp: Any, x: mx.array) -> mx.array:
+    return mlp.dense_4h_to_h(mlp.act(mlp.dense_h_to_4h(x)))
+
+
+def _activate(model: nn.Module, call: MLP, key: str, name: Any) -> None:
+    """Let the MLPs of a model compute `call` with the activation that `key` of its config names."""
+    if name not in ACTIVATIONS:
+        raise ConfigError(
+            f"model.name: {key} of config.json is {name!r}; on mlx this family computes {', '.join(ACTIVATIONS)}. "
+            "Train it with --platform cpu or cuda"
+        )
+    for module in model.modules():
+        if type(module).__name__ == "MLP":
+            mlp: Any = module
+            mlp.__class__ = type("MLP", (type(module),), {"__call__": call, "__module__": type(module).__module__})
+            mlp.act = ACTIVATIONS[name]
+
+
+def _gemma(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """`gelu`, in the first files that Google published, means the approximation (transformers' GemmaConfig)."""
+    name = config.get("hidden_act", "gelu_pytorch_tanh")
+    _activate(model, _gated, "hidden_act", "gelu_pytorch_tanh" if name == "gelu" else name)
+
+
+def _gpt_bigcode(model: nn.Module, config: Mapping[str, Any]) -> None:
+    _activate(model, _plain, "activation_function", config.get("activation_function", "gelu_pytorch_tanh"))
+
+
+def _gpt_neox(model: nn.Module, config: Mapping[str, Any]) -> None:
+    _activate(model, _of_neox, "hidden_act", config.get("hidden_act", "gelu"))
+
+
+def _starcoder2(model: nn.Module, config: Mapping[str, Any]) -> None:
+    _activate(model, _plain, "hidden_act", config.get("hidden_act", "gelu_pytorch_tanh"))
+
+
+NANOCHAT_EPS = 1e-6  # of transformers' NanoChatConfig
+
+
+def _nanochat_norm(x: mx.array) -> mx.array:
+    return mx.fast.rms_norm(x, None, NANOCHAT_EPS)
+
+
+def _nanochat(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """mlx-lm's norms are a function with a constant (`nanochat.py`: 1e-5): here it is transformers'."""
+    if (eps := config.get("rms_norm_eps", NANOCHAT_EPS)) != NANOCHAT_EPS:
+        raise ConfigError(
+            f"model.name: rms_norm_eps of config.json is {eps:g}; on mlx a NanoChat has {NANOCHAT_EPS:g}. Train it "
+            "with --platform cpu or cuda"
+        )
+    from mlx_lm.models import nanochat
+
+    nanochat.rms_norm = _nanochat_norm
+
+
 def _phi3small(model: Any, config: Mapping[str, Any]) -> None:
     raise ConfigError(
         "model.name: mlx-lm computes wrong numbers for a Phi-3 small (phi3small.py: layers with sparse attention add "
@@ -164,11 +238,16 @@ Correction = Callable[[nn.Module, Mapping[str, Any]], None]
 CORRECTIONS: dict[str, Correction] = {
     "dbrx": _dbrx,
     "ernie4_5_moe": _ernie4_5_moe,
+    "gemma": _gemma,
     "glm": _glm,
+    "gpt_bigcode": _gpt_bigcode,
+    "gpt_neox": _gpt_neox,
     "jamba": _jamba,
     "llama4": _llama4,
     "llama4_text": _llama4,
     "longcat_flash": _longcat_flash,
     "minicpm3": _minicpm3,
+    "nanochat": _nanochat,
     "phi3small": _phi3small,
+    "starcoder2": _starcoder2,
 }

@@ -105,6 +105,13 @@ class MlxDecoding:
         self._ahead = None
         return logits
 
+    def hold(self, row: int, text: np.ndarray, cache: GenerationCache) -> None:
+        held = [layer.extract(row) for layer in self._cache]
+        if self._ahead is not None:
+            crop_on_device(held, 1)
+        mx.async_eval([(layer.keys, layer.values) for layer in held])  # or what they are made of would stay
+        cache.tokens, cache.on_device = text[: held[0].offset].tolist(), held
+
     def leave(self, staying: Sequence[int]) -> None:
         self._adapters_B = self._adapters_B[list(staying)]
         if not staying:

@@ -39,7 +39,7 @@ HIGHEST_TOKEN = 100
 
 @dataclass
 class _CachedText:
-    cache: DynamicCache
+    cache: Cache
     length: int = 0  # tokens in it
 
 
@@ -193,6 +193,11 @@ class GrowingLayer(DynamicLayer):
             rooms.append(_written(_written(room, old, 0, width), new, len(old), width))
         self._hold(rooms, width)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove so many tokens, a negative number, from the end."""
+        if self.is_initialized:
+            self._show(len(self.tensors[0]), self._start, self._end + tokens_to_remove)
+
     def copy(self, rows: Tensor) -> None:
         """Hold these rows instead, of which one may stand several times."""
         self._hold([tensor.index_select(0, rows) for tensor in self.tensors], self._end - self._start)
@@ -324,6 +329,15 @@ class TorchDecoding:
             if padding_B.any():
                 options["attention_mask"] = (torch.arange(width, device=tokens.device) >= padding).long()
             return TorchNextLogits(_last_logits(self._model, tokens, **options))
+
+    def hold(self, row: int, text: np.ndarray, cache: GenerationCache) -> None:
+        length, held = int(self._lengths_B[row]), _new_cache()
+        for layer in cast("list[GrowingLayer]", self._cache.layers if self._cache else []):
+            copied = GrowingLayer()
+            if layer.is_initialized:
+                copied.begin(*(tensor[row : row + 1, :, -length:].clone() for tensor in layer.tensors))
+            held.layers.append(copied)
+        cache.tokens, cache.on_device = text[:length].tolist(), _CachedText(held, length)
 
     def leave(self, staying: Sequence[int]) -> None:
         self._lengths_B, self._adapters_B = self._lengths_B[list(staying)], self._adapters_B[list(staying)]

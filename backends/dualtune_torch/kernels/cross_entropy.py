@@ -22,6 +22,7 @@ from torch import Tensor
 from dualtune_torch.beside import Rows
 from dualtune_torch.card.memory import LOSS_ROWS
 from dualtune_torch.kernels.attention import GRANULE, capped
+from dualtune_torch.kernels.products import linear, times
 from dualtune_torch.lora import add_product
 
 
@@ -181,7 +182,7 @@ def _chunks(hidden_MD: Tensor) -> Iterator[slice]:
 
 def _padded_logits(hidden_RD: Tensor, head_VD: Tensor, bias_V: Tensor | None, rows: Rows | None = None) -> Tensor:
     hidden_PD = F.pad(hidden_RD, (0, 0, 0, -len(hidden_RD) % GRANULE))
-    logits_PV = F.linear(hidden_PD, head_VD, bias_V)
+    logits_PV = linear(hidden_PD, head_VD, bias_V)
     if rows is not None:
         rows.write_logits(logits_PV, hidden_PD, bias_V)
     return logits_PV
@@ -257,7 +258,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             else:
                 loss += maybe_compile(compute)(logits_PV[:R], labels_R, scaling, *numbers, *weights)
                 slopes_Pn = own.slopes_of(logits_PV) if own else None
-                grad_PD = logits_PV @ head_VD
+                grad_PD = times(logits_PV, head_VD)
                 if slopes_Pn is not None and rows_nD is not None and grad_nD is not None:
                     grad_PD.addmm_(slopes_Pn, rows_nD.to(grad_PD.dtype))
                     _add_outer(grad_nD, slopes_Pn[:R], hidden_MD[rows], *weights[:1])
@@ -303,7 +304,7 @@ class LinearLogprobs(torch.autograd.Function):
             labels_R = labels_M[rows]
             logits_PV = _padded_logits(hidden_MD[rows], head_VD, bias_V)
             logprobs_M[rows] = -compute(logits_PV[: len(labels_R)], labels_R, scaling).squeeze(-1)
-            grad_MD[rows] = (logits_PV @ head_VD)[: len(labels_R)]
+            grad_MD[rows] = times(logits_PV, head_VD)[: len(labels_R)]
             del logits_PV  # before those of the next chunk are made
         ctx.save_for_backward(grad_MD)
         ctx.temperature = scaling.temperature

@@ -26,6 +26,7 @@ from dualtune.model.adapter import tensor_name
 from dualtune.model.beside import parameter_name
 from dualtune.model.dropout import check_tokens, input_of
 from dualtune_torch.adapter import AdapterBuffer
+from dualtune_torch.kernels.products import base_output, times
 from dualtune_torch.lora import LoRALinear, LoRAPieces, add_product, back_g, drop_rule, dropped
 from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.weights.frozen import weight_of
@@ -129,7 +130,7 @@ class _GroupedLoRA(torch.autograd.Function):
             u_MS = group.gpu.down(kept_MI, group.A_SI, *_mask(group, seeds_M))
         outputs = []
         for layer, B_Or, u_Mr in zip(group.layers, group.B_Or, u_MS.split(group.ranks, dim=1), strict=True):
-            y_MO = layer.base(x_MI).addmm_(u_Mr, B_Or.T, alpha=layer.scale)
+            y_MO = base_output(layer.base, x_MI).addmm_(u_Mr, B_Or.T, alpha=layer.scale)
             # No view for autograd: some models change in place what a layer returns.
             outputs.append(torch.ops.aten._unsafe_view(y_MO, [*x_BTI.shape[:-1], y_MO.shape[-1]]))
         ctx.group, ctx.recompute, group.recompute = group, group.recompute, None
@@ -160,7 +161,7 @@ class _GroupedLoRA(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 # Not bound to a name, so that only one unpacked weight exists at a time.
                 if dx_MI is None:
-                    dx_MI = g_MO @ weight_of(layer.base, g_MO.dtype)
+                    dx_MI = times(g_MO, weight_of(layer.base, g_MO.dtype))
                 else:
                     dx_MI.addmm_(g_MO, weight_of(layer.base, g_MO.dtype))
         moved_MS = v_MS

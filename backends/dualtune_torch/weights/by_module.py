@@ -19,7 +19,9 @@ from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Co
 
 from dualtune.base.errors import EnvironmentFault
 from dualtune.model.weight_files import BaseWeights
+from dualtune_torch.weights import nf4
 from dualtune_torch.weights.affine import GROUP_SIZE, AffineLayer, AffineLinear
+from dualtune_torch.weights.packed import PackedLayer
 from dualtune_torch.weights.places import joined_experts, stored_names
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -67,7 +69,7 @@ class TensorReader:
         self._unread = set(stored.tensors)
         self._prefix = f"{model.base_model_prefix}."  # files of a model without a head lack it
         self._names = stored_names(model, stored)
-        self._joined = joined_experts(model, stored)
+        self._joined = joined_experts(model, stored, whole=False)
         absent = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]  # such as towers
         self._unread -= {name for to, name in self._names.items() if any(pattern.search(to) for pattern in absent)}
 
@@ -113,12 +115,13 @@ class TensorReader:
 
     def _join(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read a parameter [experts, out, in] whose matrices are tensors of their own, or the rows of these are."""
-        (number, out, in_), parts = shape, self._joined[name]
+        (_, out, in_), parts = shape, self._joined[name]
         joined: Tensor | None = None
         for rows, tensors in parts:
-            for i, tensor in zip(range(number), tensors, strict=True):
+            for i, tensor in enumerate(tensors):
                 matrix = self.read(tensor, (len(range(*rows.indices(out))), in_))
-                joined = matrix.new_empty(shape) if joined is None else joined
+                # Matrices that no expert has are zeros.
+                joined = matrix.new_zeros(shape) if joined is None else joined
                 joined[i, rows] = matrix
         assert joined is not None
         return joined
@@ -172,11 +175,14 @@ def replace_modules(model: PreTrainedModel, replacement: Finish) -> None:
                 model.set_submodule(path, new)
                 replaced = path
     for target, source in tied.items():
+        if not source.endswith(".weight"):
+            continue
         path, layer = target.removesuffix(".weight"), model.get_submodule(source.removesuffix(".weight"))
         if isinstance(layer, AffineLayer):
             model.set_submodule(path, AffineLinear(layer.packed, cast(nn.Linear, model.get_submodule(path)).bias))
-        else:
-            model.tie_weights()
+        elif isinstance(layer, PackedLayer) or nf4.is_nf4(layer):  # of a block that several layers share
+            model.set_submodule(path, layer)
+    model.tie_weights(recompute_mapping=False)  # by names, which modules that were replaced do not all have
 
 
 def finished(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dualtune_torch.kernels.products import linear, times
 
 WEIGHTS_AT_ONCE = 1 << 20  # packed at a time, with a few float32 for each: as many as fit in a CPU cache
 
@@ -58,8 +59,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: PackedProduct) -> Tensor:
         ctx.layer = layer
-        return F.linear(x, layer.unpacked(x.dtype), layer.bias)
+        return linear(x, layer.unpacked(x.dtype), layer.bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad @ ctx.layer.unpacked(grad.dtype), None
+        return times(grad, ctx.layer.unpacked(grad.dtype)), None

@@ -138,17 +138,19 @@ def expert_places(model: PreTrainedModel, base: BaseWeights, *, strict: bool = T
     return places
 
 
-def joined_experts(model: PreTrainedModel, base: BaseWeights) -> dict[str, list[tuple[slice, list[str]]]]:
+def joined_experts(
+    model: PreTrainedModel, base: BaseWeights, *, whole: bool = True
+) -> dict[str, list[tuple[slice, list[str]]]]:
     """Return the parameters of experts that files hold one by one: for each, which of its rows are which tensors.
 
-    A parameter with matrices that belong to no expert is left out.
+    `whole`: a parameter with more matrices, which belong to no expert, is left out.
     """
     parts: dict[str, list[tuple[slice, list[str]]]] = defaultdict(list)
     found = projections(model, strict=False)
     for path, places in expert_places(model, base, strict=False).items():
         projection = found[path]
         is_all = projection.count == getattr(projection.experts, projection.parameter).shape[0]
-        if is_all and all(place == FilePlace(place.tensor) for place in places):
+        if (is_all or not whole) and all(place == FilePlace(place.tensor) for place in places):
             rows = slice(*projection.rows) if projection.rows is not None else slice(None)
             parts[f"{path.rpartition('.')[0]}.{projection.parameter}"].append((rows, [p.tensor for p in places]))
     return {name: own for name, own in parts.items() if len(own) == (2 if name.endswith(GATE_UP) else 1)}

@@ -86,6 +86,11 @@ def _is_rloo(file: ForeignFile) -> bool:
     return file.get("loss_type") == "rloo" or any(name in file for name in samples.RLOO)
 
 
+def _is_plain_dpo(file: ForeignFile) -> bool:
+    """Return whether a file without rewards leaves the loss to its preference trainer, whose default is sigmoid."""
+    return "loss_type" not in file and any(name in file for name in _OF_PREFERENCES.split())
+
+
 def _compared(file: ForeignFile) -> str | None:
     """Return the objective of preference training, by keys that only its trainer has; None for that of `trl sft`."""
     losses = preferences.losses_of(file, "loss_type")
@@ -108,6 +113,8 @@ def _objective(file: ForeignFile) -> Settings:
         for name in (*samples.KEYS.split(), *samples.LOST, *samples.RLOO):
             if name in file and (name not in ("beta", "loss_type") or file.get(name) == "rloo"):
                 raise file.wrong(name, "it belongs to grpo or rloo, but the file names no reward: add reward_funcs")
+        if _is_plain_dpo(file):
+            file.assume(loss_type="sigmoid")
     if _compared(file) is None and not _is_sampled(file):
         _check_sft(file)
     else:
@@ -121,7 +128,7 @@ def _objective(file: ForeignFile) -> Settings:
 def _check_sft(file: ForeignFile) -> None:
     for name in _OF_PREFERENCES.split():
         if name in file:
-            reason = "it belongs to dpo, kto or another preference trainer, but the file does not say to which: add "
+            reason = "it belongs to dpo, kto or another preference trainer, but loss_type is one of sft: write "
             reason += "loss_type: sigmoid (for dpo), kto, orpo or simpo, or cpo_alpha: 1.0 (for cpo)"
             raise file.wrong(name, reason)
     if (loss := file.get("loss_type")) not in _SFT_LOSSES:
@@ -155,6 +162,8 @@ def _preference(file: ForeignFile) -> Settings:
     settings = preferences.compared(file, objective, "loss_type", **_PREFERENCES[objective])
     if objective == "dpo":
         settings |= preferences.dpo_losses(file, "loss_type", "loss_weights", "label_smoothing")
+        if _is_plain_dpo(file):
+            settings["train.objective"] = Note("dpo", "no loss_type: that of trl dpo, unless you write kto or orpo")
     elif objective == "simpo" and "label_smoothing" in file and file.number("label_smoothing"):
         file.lose("label_smoothing", "simpo has none")
     for name, (neutral, reason) in _NOT_HERE.items():
@@ -339,6 +348,7 @@ RULES = (
                "preference.sft_weight, preference.desirable_weight, preference.undesirable_weight, " + samples.OURS,
                _preference,
                "loss_type tells the trainer: sigmoid and others `dpo`, kto `kto`, simpo `simpo`; cpo_alpha is `cpo`; "
+               "without it a beta, or another key of preference training alone, is `dpo` with sigmoid; "
                "for ORPOTrainer write loss_type: orpo; [sigmoid, sft] is `sigmoid` with an sft_weight; reward_funcs "
                "tells GRPO, whose options are keys of `rollouts`, and for RLOOTrainer write loss_type: rloo"),
     translated("chat_template_path", "data.template", _template, "a Jinja file"),

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 from urllib.parse import unquote
 
 from dualtune.base.errors import DataError, DualtuneError, EnvironmentFault, FormatError
+from dualtune.base.files import did_you_mean_path
 from dualtune.base.hub import check_announced, guard_hub
 from dualtune.data.sources.arrow_pieces import pieces
 from dualtune.data.sources.data_file import HOLDS_NUL, DataFile, Rows, open_regular, opened, reading
@@ -82,7 +83,7 @@ def open_source(
             raise DataError(f"{path}: has no split for the role {role}; it has: {names}. Name one with split")
         return HubSource(path, splits[name])
     if kind == "nothing":
-        raise DataError(f"{location}: no such file or directory")
+        raise DataError(f"{location}: no such file or directory{did_you_mean_path(location)}")
     if subset is not None:
         raise DataError(f"{location}: subset: got '{subset}', allowed only for a dataset of the hub")
     if kind == "directory" and (saved := splits_of(location)) is not None:

@@ -418,6 +418,8 @@ def _utilisation(
     try:
         description = engine.description
         num_parameters, adapter_parameters = description.num_parameters, description.trainable_parameters
+        if prepared.config.adapter.method == "full":  # less than all where a model has constants
+            adapter_parameters = num_parameters
         shape = read_shape(
             prepared.model.directory, num_parameters=num_parameters, adapter_parameters=adapter_parameters
         )

@@ -51,6 +51,7 @@ class Case:
     average: Averaging | None = None
     lr_factors: Mapping[str, float] = field(default_factory=dict[str, float])
     changes: Settings | None = None  # of hyperparameters; None: those of CHANGES
+    shared_base: SharedBase | None = None  # of all engines, if those of the backend can use one at the same time
     # Names in the model: embedding and output head, norms, and linear layers other than the head.
     tables: tuple[str, str] = ("model.embed_tokens", "lm_head")
     norms: tuple[str, ...] = ("model.norm", "input_layernorm")
@@ -65,14 +66,11 @@ class Case:
         changes = self.changes or {"weight_decay": DECAY, **CHANGES.get(self.optimizer, {})}
         return OptimizerSpec(self.optimizer, changes, self.average, self.lr_factors)
 
-    def engine(
-        self, *, model_dir: Path | None = None, trained: bool = True, shared_base: SharedBase | None = None,
-        **changes: object,
-    ) -> Engine:  # fmt: skip
+    def engine(self, *, model_dir: Path | None = None, trained: bool = True, **changes: object) -> Engine:
         """Return a float32 engine; with `trained` the adapter's B is not zero. `changes` are fields of the spec."""
         request = LoadRequest(
             model_dir or self.model_dir, self.dtype, "auto", "pretrained", replace(self.spec, **changes),
-            self.optimizer_spec, seed=7, kernels=self.kernels, shared_base=shared_base,
+            self.optimizer_spec, seed=7, kernels=self.kernels, shared_base=self.shared_base,
         )  # fmt: skip
         engine = self.backend.load(request)
         if trained:

@@ -237,10 +237,10 @@ def check_hyperparameters_can_change(case: Case) -> None:
 def check_shared_base(case: Case) -> None:
     """An engine on a base that another engine has used computes bitwise what one with a base of its own does."""
     shared, batches = SharedBase(), [case.batch(seed=s) for s in range(2)]
-    train(case.engine(shared_base=shared), *batches)
+    train(replace(case, shared_base=shared).engine(), *batches)
     states: list[tuple[Tensors, OptimizerState]] = []
     for base in (shared, None):
-        engine = case.engine(shared_base=base, rank=7, alpha=3.0)
+        engine = replace(case, shared_base=base).engine(rank=7, alpha=3.0)
         train(engine, *batches)
         states.append(state_of(engine))
     assert shared.num_loaded == 1, f"the base was loaded {shared.num_loaded} times"

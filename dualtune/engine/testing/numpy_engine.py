@@ -434,6 +434,9 @@ class NumpyDecoding:
             raise ValueError(f"got {len(tokens_B)} tokens for {len(self._adapters_B)} rows")
         return self._after(tokens_B, self._adapters_B)
 
+    def hold(self, row: int, text: np.ndarray, cache: GenerationCache) -> None:
+        pass  # there is nothing to hold
+
     def leave(self, staying: Sequence[int]) -> None:
         self._adapters_B = self._adapters_B[list(staying)]
 

@@ -8,4 +8,3 @@ GRADIENT = 1e-4  # relative, by norm, of one step
 DIRECTIONAL = {"numpy": 1e-6, "default": 2e-2}  # finite differences of a float32 loss are noisy
 UPDATE = 1e-6  # one AdamW update against the formula, absolute, at learning rate 1e-2
 MERGE = 1e-5  # log-probabilities of merged weights against the adapter
-BFLOAT16_LOGPROBS = 1e-1  # absolute, on a tiny model with log-probabilities around -4

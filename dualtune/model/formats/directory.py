@@ -26,7 +26,7 @@ import numpy as np
 
 from dualtune.base import fields
 from dualtune.base.errors import ConfigError, FormatError, NonFiniteError
-from dualtune.base.files import Content, Pieces, file_in, json_bytes, listing, write_directory
+from dualtune.base.files import Content, Pieces, did_you_mean_path, file_in, json_bytes, listing, write_directory
 from dualtune.base.tensors import safetensors_pieces
 from dualtune.base.untrusted import LFS_ADVICE, LFS_MAGIC, json_in, open_file, read_json, tensors_in
 from dualtune.model.adapter import PREFIX, AdapterSpec, Tensors, modules_of, owner_of
@@ -134,9 +134,9 @@ def open_directory(path: str | os.PathLike[str]) -> Generator[Contents]:
     try:
         names = sorted(entry.name for entry in directory.iterdir())
     except OSError as error:
-        raise FormatError(
-            f"{directory}: {error.strerror}. An adapter is a directory with {CONFIG_FILE} and its weights."
-        ) from None
+        nearest = did_you_mean_path(directory) if isinstance(error, FileNotFoundError) else ""
+        what = nearest or f". An adapter is a directory with {CONFIG_FILE} and its weights."
+        raise FormatError(f"{directory}: {error.strerror}{what}") from None
     has_peft, has_mlx = (directory / peft.WEIGHTS_FILE).is_file(), (directory / mlx_lm.WEIGHTS_FILE).is_file()
     if not (has_peft or has_mlx):
         raise FormatError(_no_adapter(directory, names))

@@ -1,9 +1,10 @@
 """The adapter directory that vLLM reads (`--lora-modules NAME=DIR`): PEFT's files, with layers of single experts.
 
-vLLM (`vllm/lora`, read 2026-11) takes `r`, `lora_alpha`, `use_rslora` and `target_modules` of adapter_config.json and
-no patterns, so that one rank and one scale hold for all layers. Experts are the linear layers of the base's files,
-`mlp.experts.3.gate_proj`, which it packs: gate, up and down of every expert of a layer, or none. Families whose experts
-it keeps fused (gpt-oss) have PEFT's parameters, as in the layout peft, and need both of them.
+vLLM (`vllm/lora`, read 2026-11; 0.32 loads what is written for a Qwen3-MoE and a gpt-oss) takes `r`, `lora_alpha`,
+`use_rslora` and `target_modules` of adapter_config.json and no patterns, so that one rank and one scale hold for all
+layers. Experts are the linear layers of the base's files, `mlp.experts.3.gate_proj`, which it packs: gate, up and down
+of every expert of a layer, or none. Families whose experts it keeps fused (gpt-oss) have PEFT's parameters, as in the
+layout peft, and need both of them.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def _missing(modules: Iterable[str], naming: Naming) -> str | None:
     roles: dict[str, set[str]] = {}
     for module in modules:
         if expert := expert_of(module):
-            roles.setdefault(expert.container, set()).add(ROLES.get(expert.name, expert.name))
+            role = ROLES.get(expert.name, expert.name)
+            # Fused, they are one parameter, which holds zeros for the one that is not adapted.
+            own = {GATE, UP} if holds_stacks(naming) and role != DOWN else {role}
+            roles.setdefault(expert.container, set()).update(own)
     needed = {GATE, UP, DOWN} if naming.experts.gate else {UP, DOWN}
     return next((f"{c}.{role}" for c, found in sorted(roles.items()) for role in sorted(needed - found)), None)
 

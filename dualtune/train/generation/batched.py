@@ -77,6 +77,7 @@ class PromptedRow:
     sample: int = 0  # of those of the prompt
     adapter: int = NO_ADAPTER  # its number in the bank, where the rows of a batch have several
     held: GenerationCache | None = None  # with the same adapter, perhaps of the beginning of its text
+    keep: Callable[[GenerationCache], object] | None = None  # gets what is held of its text at its end
 
     @property
     def num_tokens(self) -> int:
@@ -304,8 +305,10 @@ class RowBatch:
 
     def __init__(
         self, engine: Engine, bounds: Bounds, is_shortage: Callable[[BaseException], bool],
-        tell: Callable[[str], object], bank: AdapterBank | None = None,
+        tell: Callable[[str], object], bank: AdapterBank | None = None, free: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
+        """`free` frees memory that can be done without, before a batch becomes smaller."""
+        self._free = free
         self.bank, self._engine, self._bounds, self._most = bank, engine, bounds, bounds
         self._is_shortage, self._tell = is_shortage, tell
         self.waiting, self.active = deque[PromptedRow](), list[PromptedRow]()
@@ -342,11 +345,27 @@ class RowBatch:
             row.append(token)
         ended, staying = [row for row in self.active if row.has_ended], _staying(self.active)
         if ended:
+            self._keep_ended()
             self._decoding.leave(staying)
         self.active = [self.active[i] for i in staying]
         if self.is_empty:  # what comes next may be shorter than what was too long for memory
             self._bounds = self._most
         return ended
+
+    def _keep_ended(self) -> None:
+        """Pass on what is held of the rows that have ended, if they ask for it and there is memory for a copy."""
+        for i, row in enumerate(self.active):
+            if not row.has_ended or row.keep is None:
+                continue
+            cache = GenerationCache()
+            try:
+                self._decoding.hold(i, row.text, cache)
+            except Exception as error:
+                if not self._is_shortage(error):
+                    raise
+                self._free()
+            else:
+                row.keep(cache)
 
     def _halve(self) -> None:
         self._bounds = replace(self._bounds, rows=len(self.active) // 2)
@@ -354,6 +373,7 @@ class RowBatch:
         self.waiting.extendleft(reversed(self.active))
         self.active, self._is_their_turn = [], False
         del self._decoding
+        self._free()
         self._engine.discard()
         self._decoding = self._begin()
 
@@ -398,7 +418,7 @@ def _enter(decoding: Decoding, rows: Sequence[PromptedRow]) -> NextLogits:
         text_of.append(number)
     options: dict[str, Any] = {} if set(adapters) == {NO_ADAPTER} else {"adapters": adapters}
     if len(rows) == 1 and rows[0].begins_held:
-        options["held"] = rows[0].held
+        options["held"], rows[0].held = rows[0].held, None
     return decoding.enter(texts, **options) if len(texts) == len(rows) else decoding.enter(texts, text_of, **options)
 
 
@@ -419,22 +439,24 @@ def check_decoding(engine: Engine, prompts: Sequence[np.ndarray], bank: AdapterB
         return
     engine.decoding(bank)  # tells whether these adapters fit
     if (layers := frozenset(bank.shapes)) not in passed:
-        trial, numbers = AdapterBank.random(bank.shapes), [0, 1]
-        decoding = engine.decoding(trial)
-        found, alone = _in_batch(decoding, texts, adapters=numbers), list[np.ndarray]()
-        for (text, _), number in zip(found, 2 * numbers, strict=True):
-            decoding.leave([])
-            alone.append(decoding.enter([text], adapters=[number]).rows()[0])
-        _check_close(engine, found, alone)
-        # The longer texts end with a token after each text: what is said in its place follows from the text alone.
-        longer, top = [text for text, _ in found[2:]], min(TOP_K, len(alone[0]))
-        for said, alone_V in zip(
-            token_logprobs(engine, longer, top, bank=trial, adapters=numbers), alone, strict=False
-        ):
-            assert said.top is not None
-            expected_V = _log_softmax(alone_V)
-            _check_gap(engine, said.top.logprobs_Tk[-1] - expected_V[said.top.tokens_Tk[-1]])
+        _try_bank(engine, AdapterBank.random(bank.shapes), texts)
         passed.add(layers)
+
+
+def _try_bank(engine: Engine, bank: AdapterBank, texts: Sequence[np.ndarray]) -> None:
+    """Raise CannotBatch unless two texts, each with an adapter of its own, have what each has alone."""
+    decoding, numbers = engine.decoding(bank), [0, 1]
+    found, alone = _in_batch(decoding, texts, adapters=numbers), list[np.ndarray]()
+    for (text, _), number in zip(found, 2 * numbers, strict=True):
+        decoding.leave([])
+        alone.append(decoding.enter([text], adapters=[number]).rows()[0])
+    _check_close(engine, found, alone)
+    # The longer texts end with a token after each text: what is said in its place follows from the text alone.
+    longer, top = [text for text, _ in found[len(texts) :]], min(TOP_K, len(alone[0]))
+    scored = token_logprobs(engine, longer, top, bank=bank, adapters=numbers)
+    for said, alone_V in zip(scored, alone[: len(texts)], strict=True):
+        assert said.top is not None
+        _check_gap(engine, said.top.logprobs_Tk[-1] - _log_softmax(alone_V)[said.top.tokens_Tk[-1]])
 
 
 def _in_batch(decoding: Decoding, texts: Sequence[np.ndarray], **options: Any) -> list[tuple[np.ndarray, np.ndarray]]:

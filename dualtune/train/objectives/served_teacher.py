@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
 from itertools import repeat
 from typing import Any, cast
 
@@ -168,8 +169,9 @@ class ServedTeacher:
                     raise RequestRefused(reason) from error
                 if error.code < 500 and error.code != 429:  # it would say the same again
                     break
-            except (OSError, ValueError) as error:
-                reason = str(error)
+            except (OSError, HTTPException, ValueError) as error:  # cut off in the middle, too
+                is_late = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
+                reason = f"nothing came for {TIMEOUT_S:g} s" if is_late else str(error).strip() or type(error).__name__
             if pause is not None:
                 time.sleep(pause)
         raise TeacherLost(

@@ -88,5 +88,8 @@ class DecodingInStep:
         self._tell()
         return self._decoding.advance(tokens_B)
 
+    def hold(self, row: int, text: np.ndarray, cache: GenerationCache) -> None:
+        self._decoding.hold(row, text, cache)
+
     def leave(self, staying: Sequence[int]) -> None:
         self._decoding.leave(staying)

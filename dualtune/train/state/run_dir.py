@@ -31,7 +31,15 @@ from typing import Any
 
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DiskError, FormatError, Preempted
-from dualtune.base.files import OpenDirectory, check_own, expanded, remove_leftovers, write_directory, write_file
+from dualtune.base.files import (
+    OpenDirectory,
+    check_own,
+    did_you_mean_path,
+    expanded,
+    remove_leftovers,
+    write_directory,
+    write_file,
+)
 from dualtune.base.redaction import redact
 from dualtune.base.untrusted import open_file
 from dualtune.config import Config
@@ -188,7 +196,9 @@ def served_run(path: Path) -> Path | None:
 def check_is_run(path: Path) -> None:
     """Raise ConfigError if a directory is not a run directory."""
     if not is_run_dir(path):
-        raise ConfigError(f"{path}: is not a run directory. To find run directories: dualtune runs DIRECTORY")
+        nearest = "" if path.exists() else did_you_mean_path(path)
+        advice = nearest or ". To find run directories: dualtune runs DIRECTORY"
+        raise ConfigError(f"{path}: is not a run directory{advice}")
 
 
 def check_usable(path: Path, resume: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dualtune.base.errors import ConfigError, EnvironmentFault
 from dualtune.base.fields import shown
-from dualtune.base.files import new_directory
+from dualtune.base.files import check_writable, new_directory
 from dualtune.data.tokens.stop_tokens import stop_texts, write_stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine, LoadRequest
@@ -103,6 +103,7 @@ def note_of_base(adapter: Adapter) -> str | None:
 
 
 def check_free(out: Path) -> None:
-    """Raise ConfigError unless `out` does not exist or is an empty directory."""
+    """Raise ConfigError unless `out` does not exist or is an empty directory; DiskError if it cannot be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: already exists and is not an empty directory. Choose another path or remove it.")
+    check_writable(out)

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from importlib.metadata import entry_points
 from typing import Any, cast
 
 import numpy as np
 
 from dualtune.base.errors import ConfigError, DataError, FormatError
+from dualtune.base.plugins import points_of
 from dualtune.base.untrusted import parse_object
 
 TASKS = {"gsm8k": r"####\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)"}
@@ -167,7 +167,7 @@ def user_metric(name: str) -> Metric:
 
 
 def _loaded(name: str) -> Callable[[str, str], Any]:
-    points = {point.name: point for point in entry_points(group=METRICS_GROUP)}
+    points = {point.name: point for point in points_of(METRICS_GROUP)}
     module, _, function = name.partition(":")
     try:
         if name in points:

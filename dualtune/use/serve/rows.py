@@ -1,8 +1,7 @@
 """The rows of the requests that are answered at once: one batch where they can be, else one row after another.
 
-A row that is alone is continued as one text, with the cache of what its adapter has read before. When a second one
-comes, the two are a batch, which others enter at their next token. Of a text that begins with what that cache holds,
-only the rest is computed there too.
+A row that is alone is continued as one text. When a second one comes, the two are a batch, which others enter at their
+next token. Of a text that begins as one that its adapter has read, here or there, only the rest is computed.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -99,7 +99,9 @@ class ServedRows:
             self._tokens = None
 
     def _numbered(self, name: str, row: PromptedRow) -> PromptedRow:
-        row.adapter, row.held = self._group.number_of(name), self._adapters.cache_of(name)
+        held = self._adapters.held
+        row.adapter, row.held = self._group.number_of(name), held.longest(name, row.text)
+        row.keep = partial(held.put, name)
         return row
 
     def _common_batch(self) -> RowBatch | None:
@@ -109,7 +111,9 @@ class ServedRows:
             self._adapters.use(self._apart[0][0])
             try:
                 check_decoding(self._engine, prompts, bank)
-                self._batch = RowBatch(self._engine, self._bounds, self._is_shortage, self._tell, bank)
+                self._batch = RowBatch(
+                    self._engine, self._bounds, self._is_shortage, self._tell, bank, self._adapters.held.forget
+                )
             except Exception as error:
                 if self._is_over(error):
                     raise
@@ -154,9 +158,11 @@ class ServedRows:
 
     def _step_apart(self, name: str, row: PromptedRow) -> list[tuple[PromptedRow, Exception | None]]:
         self._group = self._groups[name]  # rows of unlike groups wait for each other when a bank has failed
-        cache, failure = self._adapters.use(name), None
+        self._adapters.use(name)
+        failure = None
         try:
             if self._tokens is None:
+                cache = self._adapters.held.begun(name, row.text)
                 self._tokens = self._engine.generate(row.text, choose=row.choose, cache=cache)
             if not row.has_ended:
                 row.append(next(self._tokens, None))

@@ -161,9 +161,13 @@ def find_checkpoint(runs_dir: Path, path: str) -> CheckpointInfo:
     run, kind, name = parse_path(path)
     if is_trained(runs_dir / run):
         raise ConfigError(_of_train(runs_dir / run, path))
+    if not (runs_dir / run).is_dir():
+        runs = [info.name for info in list_runs(runs_dir)]
+        others = f"the newest: {', '.join(runs[:3])}" if runs else "there is none yet"
+        raise ConfigError(f"path: got {path}, but there is no run '{run}'; {others}")
     if not (runs_dir / run / kind / name / ADAPTER).is_dir():
         names = [info.path for info in list_checkpoints(runs_dir, run)]
-        others = f"its newest: {', '.join(names[:3])}" if names else "the run has none"
+        others = f"its newest: {', '.join(names[:3])}" if names else f"the run '{run}' has saved none yet"
         raise ConfigError(f"path: there is no {path}; {others}")
     return info_of(runs_dir / run, kind, name)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dualtune.base import fields, interrupt
 from dualtune.base.errors import ConfigError, DiskError, FormatError
-from dualtune.base.files import expanded, fsync, umask
+from dualtune.base.files import did_you_mean_path, expanded, fsync, umask
 from dualtune.model.formats.directory import CONFIG_FILE, MANIFEST_FILE, read_manifest
 from dualtune.train.state import checkpoint
 from dualtune.train.state.listing import list_runs
@@ -134,7 +134,8 @@ def _bundle_to_push(request: PushRequest, remote: RemoteTarget | Hub) -> Generat
     """Yield the verified bundle to push. One that is packed here is bound to the remote's name, and removed."""
     source, for_hub = request.source, isinstance(remote, Hub)
     if not source.exists():
-        raise ConfigError(f"SOURCE: {source}: no such file or directory. The order is: dualtune push TARGET SOURCE")
+        advice = did_you_mean_path(source) or ". The order is: dualtune push TARGET SOURCE"
+        raise ConfigError(f"SOURCE: {source}: no such file or directory{advice}")
     if source.is_file():
         if request.step is not None or request.adapter or request.tokenizer is not None or request.key is not None:
             raise ConfigError(
