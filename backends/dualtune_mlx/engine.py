@@ -69,7 +69,7 @@ from dualtune_mlx.methods import (
     add_layers,
     storage,
 )
-from dualtune_mlx.model import DTYPES, load_base
+from dualtune_mlx.model import DTYPES, load_base, modules_with_modes
 from dualtune_mlx.optimizer import Arrays, FlatLayout, FlatOptimizer, clip, clip_in_place, flat_optimizer
 from dualtune_mlx.packing import SharedBeginnings, packed_cache, separate_documents
 from dualtune_mlx.routing import Routing, find_routers
@@ -159,6 +159,7 @@ class MlxEngine:
             model, request.kernels, pieces=request.pieces, streams=residency is not None, trained=trained
         )
         self._kernels.follows_documents = separate_documents(model, self._dropout_seeds)
+        self._with_modes = modules_with_modes(model)
         self._recomputation = streaming or Recomputation(model, self._adapter)
         # MLX compiles functions of arrays alone, so that all state of a step is passed in and returned.
         self._update = self._wrapped_update()
@@ -214,10 +215,17 @@ class MlxEngine:
 
     @contextmanager
     def _binding(self) -> Iterator[None]:
-        """Let a function bind its own arguments in the block, and bind the present weights again."""
+        """Let a function that is derived bind its own arguments in the block, and bind the present weights again.
+
+        A kernel of Metal has no derivative, and mlx-lm's models leave theirs in training alone.
+        """
+        for module in self._with_modes:
+            module.train()
         try:
             yield
         finally:
+            for module in self._with_modes:
+                module.eval()
             self._bind()
             self._bind_derived(self._derived)
             self._adapter.forget()

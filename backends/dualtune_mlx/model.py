@@ -7,6 +7,7 @@ import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any, cast
 
 import mlx.core as mx
@@ -238,3 +239,20 @@ def _num_weights(module: nn.Module) -> int:
         elif name not in ("scales", "biases"):
             total += value.size
     return total
+
+
+def modules_with_modes(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that compute otherwise in training: whose class reads `self.training`."""
+    reads: dict[type, bool] = {}
+    for module in cast(list[nn.Module], model.modules()):
+        kind = type(module)
+        if kind not in reads:
+            methods = (
+                getattr(each, "fget", each)
+                for base in kind.__mro__[: kind.__mro__.index(nn.Module)]
+                for each in vars(base).values()
+            )
+            reads[kind] = any(
+                "training" in each.__code__.co_names for each in methods if isinstance(each, FunctionType)
+            )
+    return [module for module in cast(list[nn.Module], model.modules()) if reads[type(module)]]

@@ -22,7 +22,7 @@ from dualtune.model.optimizer import Averaging, OptimizerSpec
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
-from mlx_lm.models import llama  # noqa: E402
+from mlx_lm.models import llama, qwen3_5  # noqa: E402
 
 from dualtune_mlx import optimizer  # noqa: E402
 from dualtune_mlx.kernels import cross_entropy  # noqa: E402
@@ -317,3 +317,22 @@ def test_what_is_made_of_the_files_in_another_way_is_refused(engine_of, tmp_path
     monkeypatch.setattr(llama.Model, "sanitize", sanitize)
     with pytest.raises(ConfigError, match=r"mlx-lm computes 1 of the parameters .*\(for example model.*Train it on"):
         engine_of(directory)
+
+
+def test_only_passes_with_a_derivative_are_training(engine_of, tmp_path, monkeypatch):
+    """A kernel of Metal has none. No machine without Metal shows the error, so the mode is looked at."""
+    asked, plain = [], qwen3_5.gated_delta_update
+
+    def noted(*args, **options):
+        asked.append(options["use_kernel"])
+        return plain(*args, **options)
+
+    monkeypatch.setattr(qwen3_5, "gated_delta_update", noted)
+    engine = engine_of(write_family("qwen3_5_moe_text", tmp_path), kernels="reference")
+    batch = random_batch((9,), 60)
+    asked.clear()
+    engine.forward_backward(batch, divisor=1.0)
+    assert {*asked} == {False}
+    asked.clear()
+    engine.evaluate(batch)
+    assert {*asked} == {True}

@@ -105,3 +105,16 @@ def test_a_decay_of_each_channel_is_walked_in_chunks(options, begins):
 
 def test_other_models_are_left_alone():
     assert not recurrences.install(nn.Linear(2, 2))
+
+
+def test_a_walk_of_rwkv7_in_training_is_that_of_mlx_lm():
+    rwkv7 = importlib.import_module("mlx_lm.models.rwkv7")
+    mixer = nn.Module()
+    mixer.__class__, mixer.num_heads, mixer.head_dim = rwkv7.Rwkv7TimeMixing, 2, 8
+    arrays = [mx.random.normal((2, 20, 2, 8)) * 0.3 for _ in range(6)]
+    results = []
+    for prepare in (lambda: None, lambda: recurrences.install(mixer)):
+        prepare()
+        slopes = mx.grad(lambda *x: mx.square(mixer._wkv7(*x, None)[0]).sum(), argnums=tuple(range(6)))
+        results.append([*mixer._wkv7(*arrays, None), *slopes(*arrays)])
+    assert mixer.training and isinstance(mixer, recurrences.Rwkv7Walk) and max(map(gap, *results)) < 1e-5

@@ -82,7 +82,7 @@ def choose(
         if gated_delta.install(model):
             chosen.used.append("gated delta rule")
         if recurrences.install(model):
-            chosen.used.append("selective scan")
+            chosen.used.append("recurrences")
     # Compiling comes last: it compiles what was chosen before.
     if "compiled step" in names:
         reason = compiled.why_not() if kernels == "fused" or pieces is not None else compiled.why_not_worth_it()

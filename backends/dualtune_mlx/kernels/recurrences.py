@@ -16,6 +16,10 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.jamba import JambaMambaMixer
 from mlx_lm.models.mamba import MambaBlock
+from mlx_lm.models.rwkv7 import (  # pyright: ignore[reportPrivateUsage]
+    Rwkv7TimeMixing,
+    _wkv7_step_ops,
+)
 
 CHUNK = 8  # tokens: the state between two is kept, and some forty states for each token of one
 Step = Callable[..., tuple[mx.array, mx.array]]
@@ -99,6 +103,28 @@ class MambaScan:
         return _with_skip(self, x, delta, B, C, A, state)
 
 
+class Rwkv7Walk:
+    """What an Rwkv7TimeMixing computes by chunks in training, where rwkv7.py takes its kernel on Metal."""
+
+    def _wkv7(
+        self: Any, r: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: Any
+    ) -> Any:
+        if not self.training:
+            return Rwkv7TimeMixing._wkv7(self, r, w, k, v, a, b, state)
+        if state is None:
+            state = mx.zeros((r.shape[0], self.num_heads, self.head_dim, self.head_dim), dtype=r.dtype)
+        return in_recomputed_chunks(_walk_wkv7, (r, w, k, v, a, b), state, ())
+
+
+def _walk_wkv7(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+    *sequences, state = arrays
+    outputs: list[mx.array] = []
+    for t in range(sequences[0].shape[1]):
+        y, state = _wkv7_step_ops(*(x[:, t] for x in sequences), state)  # pyright: ignore[reportCallIssue]
+        outputs.append(y)
+    return mx.stack(outputs, axis=1).astype(sequences[0].dtype), state
+
+
 def _split(mixer: Any, x: mx.array) -> list[mx.array]:
     rank = mixer.time_step_rank
     return cast(list[mx.array], mx.split(mixer.x_proj(x), [rank, rank + mixer.ssm_state_size], axis=-1))
@@ -111,11 +137,11 @@ def _with_skip(
     return y.astype(x.dtype) + mixer.D * x, state
 
 
-SCANS: dict[type[nn.Module], type] = {JambaMambaMixer: JambaScan, MambaBlock: MambaScan}
+SCANS: dict[type[nn.Module], type] = {JambaMambaMixer: JambaScan, MambaBlock: MambaScan, Rwkv7TimeMixing: Rwkv7Walk}
 
 
 def install(model: nn.Module) -> bool:
-    """Make the selective scans of a model compute in chunks. Returns whether it has any."""
+    """Make the recurrences of a model compute in chunks. Returns whether it has any."""
     classes: dict[type, type] = {}
     for module in cast(list[nn.Module], model.modules()):
         kind = type(module)  # may be derived from mlx-lm's
