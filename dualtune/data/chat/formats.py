@@ -216,7 +216,7 @@ def detect_format(row: RawRow, columns: Columns) -> str:
     for name in names:
         if columns.keys() - left_out(columns) <= set(FORMATS[name].all_keys):
             return name
-    if names:
+    if names and names[0] != "prompt":  # which every row with a prompt would be
         _check_columns(columns, names[0])
     formats = "; ".join(f"{name} ({', '.join(format.keys)})" for name, format in FORMATS.items())
     likely = ", ".join(f"{key}: {column}" for key, column in suggested_columns(row.fields).items())
