@@ -17,6 +17,7 @@ from mlx_lm.models.jamba import JambaSparseMoeBlock
 from mlx_lm.models.rope_utils import YarnRoPE
 
 from dualtune.base.errors import ConfigError
+from dualtune_mlx.kernels.compiled import replace_name
 
 
 def _glm(model: Any, config: Mapping[str, Any]) -> None:
@@ -188,9 +189,7 @@ def _nanochat(model: nn.Module, config: Mapping[str, Any]) -> None:
             f"model.name: rms_norm_eps of config.json is {eps:g}; on mlx a NanoChat has {NANOCHAT_EPS:g}. Train it "
             "with --platform cpu or cuda"
         )
-    from mlx_lm.models import nanochat
-
-    nanochat.rms_norm = _nanochat_norm
+    replace_name(model, "rms_norm", lambda _: _nanochat_norm)
 
 
 def _phi3small(model: Any, config: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ Legend: B rows, T tokens, K key and H value heads, d size of keys, e size of val
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -38,24 +39,25 @@ def in_chunks(plain: Callable[..., Any]) -> Callable[..., Any]:
         dt_bias: mx.array, state: mx.array | None = None, mask: mx.array | None = None, **options: Any,
     ) -> Any:  # fmt: skip
         begins = state is None and mask is None and q_BTKd.shape[1] > 1
-        if not begins or a.ndim != 3 or options.get("lower_bound") is not None:
-            if mask is not None or options.get("use_kernel", True):
-                return plain(q_BTKd, k_BTKd, v_BTHe, a, b_BTH, A_log, dt_bias, state, mask, **options)
-            if state is None:
-                state = mx.zeros((v_BTHe.shape[0], *v_BTHe.shape[2:], q_BTKd.shape[-1]))
-
-            def walk(
-                q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array, *decay: mx.array
-            ):
-                return plain(q, k, v, a, b, *decay, state, None, **options)
-
-            return in_recomputed_chunks(walk, (q_BTKd, k_BTKd, v_BTHe, a, b_BTH), state, (A_log, dt_bias))
-        beta_BTH = mx.sigmoid(b_BTH.astype(mx.float32)) * (2.0 if options.get("allow_neg_eigval") else 1.0)
-        softplus_BTH = mx.logaddexp((a + dt_bias).astype(mx.float32), mx.array(0.0))
-        y, state = gated_delta(q_BTKd, k_BTKd, v_BTHe, -mx.exp(A_log.astype(mx.float32)) * softplus_BTH, beta_BTH)
-        return y.astype(v_BTHe.dtype), state
+        if begins and a.ndim == 3 and options.get("lower_bound") is None:
+            beta_BTH = mx.sigmoid(b_BTH.astype(mx.float32)) * (2.0 if options.get("allow_neg_eigval") else 1.0)
+            softplus_BTH = mx.logaddexp((a + dt_bias).astype(mx.float32), mx.array(0.0))
+            y, state = gated_delta(q_BTKd, k_BTKd, v_BTHe, -mx.exp(A_log.astype(mx.float32)) * softplus_BTH, beta_BTH)
+            return y.astype(v_BTHe.dtype), state
+        if mask is not None or options.get("use_kernel", True):
+            return plain(q_BTKd, k_BTKd, v_BTHe, a, b_BTH, A_log, dt_bias, state, mask, **options)
+        if state is None:
+            state = mx.zeros((v_BTHe.shape[0], *v_BTHe.shape[2:], q_BTKd.shape[-1]))
+        return in_recomputed_chunks(
+            partial(_walk, plain, options), (q_BTKd, k_BTKd, v_BTHe, a, b_BTH), state, (A_log, dt_bias)
+        )
 
     return update
+
+
+def _walk(plain: Callable[..., Any], options: dict[str, Any], *arrays: mx.array) -> tuple[mx.array, mx.array]:
+    *inputs, state, A_log, dt_bias = arrays
+    return plain(*inputs, A_log, dt_bias, state, None, **options)
 
 
 def gated_delta(

@@ -15,11 +15,6 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.jamba import JambaMambaMixer
-from mlx_lm.models.mamba import MambaBlock
-from mlx_lm.models.rwkv7 import (  # pyright: ignore[reportPrivateUsage]
-    Rwkv7TimeMixing,
-    _wkv7_step_ops,
-)
 
 CHUNK = 8  # tokens: the state between two is kept, and some forty states for each token of one
 Step = Callable[..., tuple[mx.array, mx.array]]
@@ -110,13 +105,15 @@ class Rwkv7Walk:
         self: Any, r: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: Any
     ) -> Any:
         if not self.training:
-            return Rwkv7TimeMixing._wkv7(self, r, w, k, v, a, b, state)
+            return cast(Any, super())._wkv7(r, w, k, v, a, b, state)
         if state is None:
             state = mx.zeros((r.shape[0], self.num_heads, self.head_dim, self.head_dim), dtype=r.dtype)
         return in_recomputed_chunks(_walk_wkv7, (r, w, k, v, a, b), state, ())
 
 
 def _walk_wkv7(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+    from mlx_lm.models.rwkv7 import _wkv7_step_ops  # pyright: ignore[reportPrivateUsage]
+
     *sequences, state = arrays
     outputs: list[mx.array] = []
     for t in range(sequences[0].shape[1]):
@@ -137,7 +134,8 @@ def _with_skip(
     return y.astype(x.dtype) + mixer.D * x, state
 
 
-SCANS: dict[type[nn.Module], type] = {JambaMambaMixer: JambaScan, MambaBlock: MambaScan, Rwkv7TimeMixing: Rwkv7Walk}
+# By the names of mlx-lm's classes: a start need not import each family of models.
+SCANS: dict[str, type] = {"JambaMambaMixer": JambaScan, "MambaBlock": MambaScan, "Rwkv7TimeMixing": Rwkv7Walk}
 
 
 def install(model: nn.Module) -> bool:
@@ -145,7 +143,7 @@ def install(model: nn.Module) -> bool:
     classes: dict[type, type] = {}
     for module in cast(list[nn.Module], model.modules()):
         kind = type(module)  # may be derived from mlx-lm's
-        scan = next((scan for mixer, scan in SCANS.items() if issubclass(kind, mixer)), None)
+        scan = next((SCANS[base.__name__] for base in kind.__mro__ if base.__name__ in SCANS), None)
         if scan is not None:
             module.__class__ = classes.setdefault(kind, type(kind.__name__, (scan, kind), {}))
     return bool(classes)

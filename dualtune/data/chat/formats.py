@@ -154,7 +154,7 @@ class Format:
     layouts: tuple[Format, ...] = ()  # a row is read as the first of these that has its keys
     can_lack: tuple[str, ...] = ()  # those of `keys` that data.columns may leave out
     is_told: Callable[[Mapping[str, Any]], bool] = lambda fields: True  # see `is_detected`
-    not_beside: Callable[[Mapping[str, Any]], bool] = lambda fields: False  # of a row: then it is not detected
+    only_by_name: bool = False  # not detected by its keys alone
 
     @property
     def all_keys(self) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ class Format:
 
     def is_detected(self, fields: Mapping[str, Any], columns: Columns) -> bool:
         """Return whether a row has this format's keys, and values that tell it, unless data.columns names a key."""
-        if self.not_beside(fields) or not self.has_keys(fields, columns):
+        if self.only_by_name or not self.has_keys(fields, columns):
             return False
         values = {key: fields[self.column(key, fields, columns)] for key in self.needed(columns)}
         return any(columns.get(key) for key in self.keys) or self.is_told(values)
@@ -212,18 +212,21 @@ def to_examples(
 def detect_format(row: RawRow, columns: Columns) -> str:
     """Return the first format with all keys in the row, after the column mapping. Raises DataError if none fits."""
     _check_columns(columns)
-    names = _formats_of(row, columns)
+    names, named = _formats_of(row, columns), columns.keys() - left_out(columns)
     for name in names:
-        if columns.keys() - left_out(columns) <= set(FORMATS[name].all_keys):
+        if named <= set(FORMATS[name].all_keys):
             return name
-    if names and names[0] != "prompt":  # which every row with a prompt would be
+    if names:
         _check_columns(columns, names[0])
+    has_prompt = FORMATS["prompt"].has_keys(row.fields, columns)
+    if has_prompt and not has_likely_answer(row.fields) and named <= set(FORMATS["prompt"].all_keys):
+        return "prompt"
     formats = "; ".join(f"{name} ({', '.join(format.keys)})" for name, format in FORMATS.items())
     likely = ", ".join(f"{key}: {column}" for key, column in suggested_columns(row.fields).items())
     raise DataError(
         f"{row.where}: no known format has the keys {listed(row.fields)}. Known: {formats}. Map other names with "
         + (f"data.columns, here likely {{{likely}}}." if likely else _UNTOLD)
-        + (" data.format: prompt reads the prompt alone." if FORMATS["prompt"].has_keys(row.fields, columns) else "")
+        + (" data.format: prompt reads the prompt alone." if has_prompt else "")
     )
 
 
@@ -282,7 +285,7 @@ def _unread_label(fields: Mapping[str, Any], read: Collection[str]) -> str:
 
 def _lacks(row: RawRow, name: str, key: str) -> str:
     reason = f"has no '{key}'; its keys are: {listed(row.fields)}"
-    others = [other for other in _formats_of(row, {}) if other != "prompt"]  # that a row lacks its answer is said
+    others = _formats_of(row, {})
     if not others or name in others:
         return reason
     return f"{reason}; this row looks like {others[0]}, but the file is read as {name}: all rows need the same format"
@@ -595,8 +598,8 @@ FORMATS = {
     ),
     **_PLAIN,
     "text": Format(_text, ("text",)),
-    # Other rows have a prompt too, and an answer in a column of another name.
-    "prompt": Format(_prompt_alone, ("prompt",), (*_COMMON, "context", "history"), not_beside=has_likely_answer),
+    # Other rows have a prompt too, and an answer in a column of another name: see `detect_format`.
+    "prompt": Format(_prompt_alone, ("prompt",), (*_COMMON, "context", "history"), only_by_name=True),
 }  # fmt: skip
 
 
