@@ -1,9 +1,5 @@
 """Models trained whole (adapter.method: full) on MLX: like torch, moved to it, resumed, and written."""
 
-import functools
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -31,17 +27,6 @@ pytestmark = pytest.mark.covering(1)
 
 FULL = AdapterSpec(rank=1, alpha=1.0, dropout=0.0, targets=(), method="full")
 TIED = {"tie_word_embeddings": True}
-
-
-@functools.cache
-def families():
-    """What writes tiny models of families, by transformers."""
-    path = Path(__file__).parents[1] / "parity" / "tiny_families.py"
-    spec = importlib.util.spec_from_file_location("tiny_families", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -157,7 +142,8 @@ SIZES = {
 
 
 def write_family(family, path):
-    tiny_families = families()
+    import tiny_families  # by transformers, with torch
+
     sizes = tiny_families.FAMILIES.get(family, tiny_families.SIZES) | SIZES.get(family, {})
     return tiny_families.write_family(family, path, **sizes)
 

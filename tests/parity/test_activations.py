@@ -1,8 +1,6 @@
 """mlx-lm has one activation, or one epsilon, for a family: both backends compute those of the config."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +15,8 @@ from dualtune.model.optimizer import OptimizerSpec
 pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
-_spec = importlib.util.spec_from_file_location("tiny_families", Path(__file__).with_name("tiny_families.py"))
-assert _spec is not None and _spec.loader is not None
-_spec.loader.exec_module(tiny_families := importlib.util.module_from_spec(_spec))
+import tiny_families
+
 SIZES, BATCH = tiny_families.SIZES, tiny_families.BATCH
 FAMILIES = {
     "gpt_neox": SIZES | {"intermediate_size": 128},

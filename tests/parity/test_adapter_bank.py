@@ -1,8 +1,6 @@
 """Rows of several adapters on bases that store their weights in their own ways, and what follows one after another."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,9 +18,7 @@ from dualtune.train.generation.batched import check_decoding
 
 for _library in ("torch", "transformers", "mlx.core"):
     pytest.importorskip(_library)
-_spec = importlib.util.spec_from_file_location("tiny_families", Path(__file__).with_name("tiny_families.py"))
-assert _spec and _spec.loader
-_spec.loader.exec_module(tiny_families := importlib.util.module_from_spec(_spec))
+import tiny_families  # noqa: E402
 
 SPEC = AdapterSpec(4, 6.0, 0.0, ("all-linear",))
 MODULE = "model.layers.0.self_attn.q_proj"

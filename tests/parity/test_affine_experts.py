@@ -1,8 +1,5 @@
 """Mixtures in MLX's quantization: torch packs the experts and rounds the routers as mlx-lm does."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -15,9 +12,8 @@ from dualtune.model.optimizer import OptimizerSpec
 pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
-_spec = importlib.util.spec_from_file_location("tiny_families", Path(__file__).with_name("tiny_families.py"))
-assert _spec is not None and _spec.loader is not None
-_spec.loader.exec_module(tiny_families := importlib.util.module_from_spec(_spec))
+import tiny_families
+
 WIDE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "moe_intermediate_size": 64}
 # Experts one by one in the files; the same with routers in 8 bits and a dense layer; narrow ones, which stay plain.
 FAMILIES = {

@@ -1,8 +1,6 @@
 """Experts that transformers computes by code of a family's own: dualtune computes what that code and PEFT compute."""
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,9 +20,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-_spec = importlib.util.spec_from_file_location("tiny_families", Path(__file__).with_name("tiny_families.py"))
-assert _spec is not None and _spec.loader is not None
-_spec.loader.exec_module(tiny_families := importlib.util.module_from_spec(_spec))
+import tiny_families  # noqa: E402
+
 SIZES, EXPERTS, LATENT, IMAGES = (getattr(tiny_families, name) for name in ("SIZES", "EXPERTS", "LATENT", "IMAGES"))
 VOCAB, LENGTHS, BATCH = tiny_families.VOCAB, tiny_families.LENGTHS, tiny_families.BATCH
 trained, at_tokens = tiny_families.trained, tiny_families.at_tokens

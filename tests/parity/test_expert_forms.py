@@ -1,9 +1,7 @@
 """Adapters of experts in all forms: ranks by projection, starts that are kept, the layers that vLLM reads."""
 
 import dataclasses
-import importlib.util
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,9 +22,8 @@ from dualtune.model.places import naming_of
 pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
 
-_spec = importlib.util.spec_from_file_location("tiny_families", Path(__file__).with_name("tiny_families.py"))
-assert _spec is not None and _spec.loader is not None
-_spec.loader.exec_module(tiny_families := importlib.util.module_from_spec(_spec))
+import tiny_families
+
 SPEC = AdapterSpec(4, 6.0, 0.0, ("q_proj", "gate_proj", "up_proj", "down_proj"), experts=True)
 LENGTHS = [9, 16, 5, 12]
 BATCH = random_batch(LENGTHS, 96)

@@ -1,8 +1,6 @@
 """Adapters of experts: every engine and every other program compute the same, at the cost of the active experts."""
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,9 +25,8 @@ mx = pytest.importorskip("mlx.core")
 nn = pytest.importorskip("mlx.nn")
 load_adapters = pytest.importorskip("mlx_lm.tuner.utils").load_adapters
 
-_spec = importlib.util.spec_from_file_location("tiny_families", Path(__file__).with_name("tiny_families.py"))
-assert _spec is not None and _spec.loader is not None
-_spec.loader.exec_module(tiny_families := importlib.util.module_from_spec(_spec))
+import tiny_families  # noqa: E402
+
 SIZES, EXPERTS = tiny_families.SIZES, tiny_families.EXPERTS
 # w1, w2 and w3; a dense layer first; a shared expert; gate and up by turns, in one stored tensor, with a bias.
 FAMILIES = {

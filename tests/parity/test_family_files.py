@@ -1,8 +1,5 @@
 """The files of a family, whatever its classes make of them: names, merges, and adapters in PEFT."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -17,6 +14,7 @@ from dualtune.model.targets import is_target, is_text
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")
 peft = pytest.importorskip("peft")
+import tiny_families as families  # noqa: E402
 from mlx_lm.utils import load_model  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import (  # noqa: E402  # noqa: E402
@@ -27,9 +25,6 @@ from transformers import (  # noqa: E402  # noqa: E402
     AutoModelForImageTextToText,
 )
 
-_spec = importlib.util.spec_from_file_location("tiny_families", Path(__file__).with_name("tiny_families.py"))
-assert _spec is not None and _spec.loader is not None
-_spec.loader.exec_module(families := importlib.util.module_from_spec(_spec))
 FAMILIES, write_family = families.FAMILIES, families.write_family
 
 SPEC = AdapterSpec(rank=2, alpha=3.0, dropout=0.0, targets=("all-linear",))

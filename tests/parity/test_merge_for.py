@@ -1,6 +1,5 @@
 """adapter.merge_for: training sees the merge as a format rounds it, alike on both backends."""
 
-import importlib.util
 import json
 import math
 import shutil
@@ -8,7 +7,6 @@ import weakref
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,9 +31,8 @@ from dualtune.train.state.run_dir import METRICS
 torch = pytest.importorskip("torch")
 mx = pytest.importorskip("mlx.core")
 
-_spec = importlib.util.spec_from_file_location("tiny_families", Path(__file__).with_name("tiny_families.py"))
-assert _spec is not None and _spec.loader is not None
-_spec.loader.exec_module(tiny_families := importlib.util.module_from_spec(_spec))
+import tiny_families  # noqa: E402
+
 SIZES = tiny_families.SIZES
 TARGETS = ("q_proj", "v_proj", "down_proj")
 VOCAB = 46

@@ -1,9 +1,7 @@
 """What PEFT does not load of an adapter is told: exactly where it computes something else, a family for each cause."""
 
-import importlib.util
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,9 +20,7 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-_spec = importlib.util.spec_from_file_location("tiny_families", Path(__file__).with_name("tiny_families.py"))
-assert _spec is not None and _spec.loader is not None
-_spec.loader.exec_module(families := importlib.util.module_from_spec(_spec))
+import tiny_families as families  # noqa: E402
 
 SPEC = AdapterSpec(rank=2, alpha=3.0, dropout=0.0, targets=("all-linear",))
 IDS = torch.arange(3, 15)[None]

@@ -1,8 +1,6 @@
 """Adapters of routers, and routers that are trained whole: only if they are named, and alike everywhere."""
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,9 +22,8 @@ mx = pytest.importorskip("mlx.core")
 nn = pytest.importorskip("mlx.nn")
 load_adapters = pytest.importorskip("mlx_lm.tuner.utils").load_adapters
 
-_spec = importlib.util.spec_from_file_location("tiny_families", Path(__file__).with_name("tiny_families.py"))
-assert _spec is not None and _spec.loader is not None
-_spec.loader.exec_module(tiny_families := importlib.util.module_from_spec(_spec))
+import tiny_families  # noqa: E402
+
 SIZES, EXPERTS = tiny_families.SIZES, tiny_families.EXPERTS
 # A linear layer in mlx-lm and another name in transformers; a dense layer first; a bias; a class of its own in mlx-lm.
 FAMILIES = {

@@ -1,10 +1,8 @@
 """train.router_aux_loss_coef: the load of experts, document by document, as both backends balance and measure it."""
 
-import importlib.util
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,11 +30,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("mlx.core")
 
+import tiny_families  # noqa: E402
+
 from dualtune_torch.routing import find_routers  # noqa: E402
 
-_spec = importlib.util.spec_from_file_location("tiny_families", Path(__file__).with_name("tiny_families.py"))
-assert _spec is not None and _spec.loader is not None
-_spec.loader.exec_module(tiny_families := importlib.util.module_from_spec(_spec))
 SIZES, EXPERTS, BATCH, LENGTHS = (getattr(tiny_families, name) for name in ("SIZES", "EXPERTS", "BATCH", "LENGTHS"))
 TWO = {"num_experts": 4, "num_experts_per_tok": 2}
 # Logits of a plain matrix; a dense layer first, whose routers are fewer; a bias; rows that are flat in mlx-lm; two

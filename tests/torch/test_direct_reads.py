@@ -1,6 +1,5 @@
 """Layers whose weight transformers reads instead of calling them: with packed weights, and with adapters."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -17,6 +16,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
 
+import tiny_families  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 
 from dualtune_torch.weights.direct_reads import READ  # noqa: E402
@@ -24,11 +24,6 @@ from dualtune_torch.weights.frozen import weight_of  # noqa: E402
 from dualtune_torch.weights.nf4 import is_nf4  # noqa: E402
 from dualtune_torch.weights.packed import PackedLayer  # noqa: E402
 
-_spec = importlib.util.spec_from_file_location(
-    "tiny_families", Path(__file__).parents[1] / "parity" / "tiny_families.py"
-)
-assert _spec is not None and _spec.loader is not None
-_spec.loader.exec_module(tiny_families := importlib.util.module_from_spec(_spec))
 BATCH, at_tokens, trained = tiny_families.BATCH, tiny_families.at_tokens, tiny_families.trained
 FAMILIES = {
     "longcat_flash": tiny_families.SIZES | tiny_families.LATENT | {

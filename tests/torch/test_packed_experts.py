@@ -1,8 +1,5 @@
 """Stacked experts in NF4 on torch: each matrix packed on its own, unpacked where its rows are."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -17,11 +14,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
 
-_spec = importlib.util.spec_from_file_location(
-    "tiny_families", Path(__file__).parents[1] / "parity" / "tiny_families.py"
-)
-assert _spec is not None and _spec.loader is not None
-_spec.loader.exec_module(tiny_families := importlib.util.module_from_spec(_spec))
+import tiny_families  # noqa: E402
+
 SIZES = tiny_families.SIZES | {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
 EXPERTS = tiny_families.EXPERTS | {"moe_intermediate_size": 64}
 # Files with experts one by one, which are read by layers; stacks of gate and up by turns, transposed, with a bias; and
