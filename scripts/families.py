@@ -6,10 +6,10 @@ benchmarks/results/families.md.
 
 Without names it takes all families, and goes on where it was stopped: what has a result is not run again unless --again
 says so. Each family runs in a process of its own with a time limit; each stage is a line of JSON in
-build/families/results.jsonl, with the commit that it ran on. Needs both backends, PEFT, and no network. Families with a
-tower of timm (gemma3n, fast_vlm, perception_lm) are made where timm, pillow and the torchvision of the same index as
-torch are installed (`pip install timm pillow torchvision`). It ends with 1 if a family has a fault: a traceback, a
-wrong number or a lost tensor.
+build/families/results.jsonl, with the commit that it ran on. What has no result stays on the page as it is. Needs both
+backends, PEFT, and no network. Families with a tower of timm (gemma3n, fast_vlm, perception_lm) are made where timm,
+pillow and the torchvision of the same index as torch are installed (`pip install timm pillow torchvision`). It ends
+with 1 if a family has a fault: a traceback, a wrong number or a lost tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 from family.case import BACKENDS, Case
 from family.make import transformers_names
 from family.mlx_only import mlx_only_names
-from family.page import FAULTS, page_of
+from family.page import FAULTS, Line, lines_of, page_of
 from family.stages import STAGES, make_model, outcome
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,7 +50,8 @@ def main() -> int:
         _preload()
         _run_all(given.families or [*transformers_names(), *mlx_only_names()], given.only, results, again=given.again)
     lines = read(results)
-    given.page.write_text(page_of(lines), encoding="utf-8")
+    before = lines_of(given.page.read_text(encoding="utf-8")) if given.page.exists() else []
+    given.page.write_text(page_of([*before, *lines]), encoding="utf-8")
     return int(any(line["outcome"] in FAULTS for line in lines))
 
 
@@ -152,7 +153,7 @@ def _write(results: Path, family: str, stage: str, backend: str, commit: str, fo
         file.write(json.dumps(line) + "\n")
 
 
-def read(results: Path) -> list[dict[str, str]]:
+def read(results: Path) -> list[Line]:
     """Return the last line of each stage of each family."""
     if not results.exists():
         return []

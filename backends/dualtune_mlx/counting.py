@@ -6,9 +6,9 @@ are read. What a layer keeps follows from the widths of its products, as in the 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, cast
@@ -46,6 +46,7 @@ from dualtune_mlx.routers import is_own_router
 # needed.
 
 LENGTHS = (8, 8)  # tokens of the documents
+OUTSIDE = -1  # the number of the layer before any is called
 UNREADABLE = (TypeError, AttributeError, ValueError, LookupError, RuntimeError)  # of a model that reads no packed rows
 
 
@@ -62,7 +63,7 @@ class _Noted(attention.Attention):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found, self.layer = Heads(), -1
+        self.found, self.layer = Heads(), OUTSIDE
         starts = accumulate(LENGTHS, initial=0)
         self.pieces = [
             attention.DocumentPiece(start, length, True) for start, length in zip(starts, LENGTHS, strict=False)
@@ -98,10 +99,16 @@ def heads_of(model: nn.Module, layers: Sequence[nn.Module]) -> Heads | None:
             model(mx.zeros(segments.shape, mx.int32), cache=packed_cache(model, segments, positions))
     except UNREADABLE:
         return None
+    for counts in (
+        noted.found.by_document,
+        noted.found.whole,
+    ):  # of a model that calls parts of its layers
+        own = -(-counts.pop(OUTSIDE, 0) // len(layers))
+        counts.update(dict.fromkeys(range(len(layers)), own) if own else {})
     return noted.found
 
 
-@contextmanager
+@contextlib.contextmanager
 def _told(layers: Sequence[nn.Module], noted: _Noted) -> Iterator[None]:
     """Let each layer say that it computes."""
     kinds = [type(layer) for layer in layers]
@@ -133,6 +140,7 @@ EXPERTS_OF_A_TOKEN = (
 # attention with a soft cap or sinks.
 DECAY, WITH_DECAY, DELTA_RULE, WITH_DELTA_RULE = "A_log", 6, "linear_key_head_dim", 5
 SOFT_CAP, SINKS, CHANGED_SCORES = "attn_logit_softcapping", "sinks", 2
+PASSES = "loop_num"  # how often each layer computes (IQuest-LoopCoder)
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 
 
@@ -148,6 +156,10 @@ def _count(keys: dict[str, Any]) -> Counted:
     model_class, args_class = classes(keys)
     model: nn.Module = cast(Any, model_class)(cast(Any, args_class).from_dict(keys))
     text = keys["text_config"] if isinstance(keys.get("text_config"), dict) else keys
+    if keys.get("tie_word_embeddings", text.get("tie_word_embeddings", True)):
+        for module in model.modules():
+            with contextlib.suppress(*ERRORS):  # Gemma 3 takes its head away when it is given files without one
+                cast(Any, module).sanitize({})
     modules = dict(model.named_modules())
     paths = {id(module): path for path, module in modules.items()}
     layers = [layer for layer in cast(Any, model).layers if layer is not None]
@@ -160,7 +172,7 @@ def _count(keys: dict[str, Any]) -> Counted:
     kinds: dict[str, CountedLayer] = {}
     attending = heads_of(model, layers)
     counted = [
-        _layer({p: m for p, m in layer.named_modules() if p}, text, hidden, heads=_attending(attending, number, text))
+        _layer(dict(layer.named_modules()), text, hidden, heads=_attending(attending, number, text))
         for number, layer in enumerate(layers)
     ]
     return Counted(
@@ -193,7 +205,7 @@ def _layer(
     plain = [shape for path, shape in linears.items() if path != head]
     routed = [shape[1:] for shape in experts for _ in range(sent)]
     used = [*plain, *routed]
-    numbers = max(0, 2 * sum(out for out, _ in plain) - 2 * hidden)
+    numbers = max(0, 2 * sum(out for out, _ in plain) - 2 * hidden) * int(text.get(PASSES, 1))
     if any(DECAY in module for module in modules.values()):
         numbers *= WITH_DELTA_RULE if DELTA_RULE in text else WITH_DECAY
     numbers += 2 * sum(out for out, _ in routed)

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dualtune.base.errors import ConfigError
 from dualtune.engine.card import ActivationCheckpointing
+from dualtune.model.targets import is_text
 from dualtune_torch.adapter_inputs import KEY, recompute_inputs
 from dualtune_torch.host.transfers import HostInputs
 from dualtune_torch.kernels.lora import LoRAGroup
@@ -182,8 +184,16 @@ def _anchor(layers: Sequence[nn.Module]) -> Tensor | None:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
-    """Return the list of the decoder layers, whose class transformers names in `_no_split_modules`."""
+    """Return the list of the decoder layers, whose class transformers names in `_no_split_modules`.
+
+    In families where it names none, they are those that transformers can recompute.
+    """
     names = set(model._no_split_modules or ())
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    stacks = [stack for stack in lists if stack._modules and {class_of(m).__name__ for m in stack.children()} <= names]
+
+    def is_layer(module: nn.Module) -> bool:
+        kind = class_of(module)
+        return kind.__name__ in names if names else issubclass(kind, GradientCheckpointingLayer)
+
+    lists = [m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and (names or is_text(path))]
+    stacks = [stack for stack in lists if stack._modules and all(map(is_layer, stack.children()))]
     return stacks[0] if len(stacks) == 1 else None

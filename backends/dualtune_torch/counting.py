@@ -50,6 +50,7 @@ from dualtune_torch.weights.text_part import empty_model
 # Legend: T tokens of the row.
 
 EXPERTS = {getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
+PRODUCTS = {torch.nn.functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__}
 # What a model may do to the hidden states and to its logits if the loss computes them in parts (`kernels.choose`).
 NO_ARITHMETIC = {
     "__getitem__", "linear", "__get__", "__set__", "size", "dim", "to", "float", "numel", "untyped_storage",
@@ -103,7 +104,7 @@ def run(part: nn.Module, model: PreTrainedModel, T: int) -> set[int | None]:
     """Run a model or its base. Return the windows with which it called the attention of this package."""
     tokens = torch.zeros(1, T, dtype=torch.long, device="meta")
     options: dict[str, Any] = {"use_cache": False, "position_ids": torch.arange(T, device="meta")[None]}
-    if model.config._attn_implementation == attention.NAME:
+    if model.config.get_text_config()._attn_implementation == attention.NAME:
         borders = torch.tensor([0, T], dtype=torch.int32, device="meta")
         options["documents"] = DocumentBorders(((0, 0, T),), borders, T, lambda function: function)
     part(tokens, **options)
@@ -162,12 +163,14 @@ class _Functions(TorchFunctionMode):
     """Replaces the products of experts and torch's own attention, and notes the names of functions.
 
     A question about numbers is answered with no: transformers asks whether a row is all padding, or one document, and
-    if it is not, builds the masks that packed rows need.
+    if it is not, builds the masks that packed rows need. Where numbers decide a shape, as in families that compute
+    expert by expert, nothing is zero, and the first expert gets all tokens.
     """
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self._trace = trace
+        self._found: list[Tensor] = []  # places of what is not zero
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in EXPERTS:
@@ -181,10 +184,34 @@ class _Functions(TorchFunctionMode):
             if mask is not None:
                 self._trace.masks[self._trace.layer] += mask.numel() * args[0].element_size()
             return _Attention.apply(*args[:3], None if mask is None else mask.shape)
-        if func is Tensor.__bool__ and args[0].is_meta:
-            return False
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            if func is Tensor.__bool__:
+                return False
+            if func in (torch.nonzero, Tensor.nonzero):
+                self._found.append(args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.long))
+                return self._found[-1]
+            if func is torch.where and len(args) == 1:
+                return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.long).unbind(1)
+            if func is Tensor.unbind and any(args[0] is places for places in self._found):
+                return (torch.zeros(args[0].shape[1:], dtype=torch.long),)  # a number that an index can be
+            if func is Tensor.tolist:
+                return _Sizes([0] * len(args[0]))
+            if func is Tensor.split and isinstance(args[1], _Sizes):
+                return (args[0], *(args[0][:0] for _ in args[1][1:]))
+            if func in PRODUCTS and _is_of_stack(args[1]):
+                self._trace.active[self._trace.layer] += args[0].numel() * args[1].numel() // args[0].shape[-1]
+                self._trace.sent[self._trace.layer] = max(self._trace.sent[self._trace.layer], args[0][..., 0].numel())
         self._trace.after.add(getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
+
+
+class _Sizes(list[int]):
+    """How many rows each expert gets, which only numbers tell."""
+
+
+def _is_of_stack(weight: Tensor) -> bool:
+    """Return whether this is the matrix of one expert, within a tensor with those of all."""
+    return weight.dim() == 2 and weight.numel() * weight.element_size() < weight.untyped_storage().nbytes()
 
 
 def _scores(q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor) -> int:
@@ -315,8 +342,11 @@ class _Counting:
         self.packed_experts = {} if is_stored else expert_modules(model, strict=False)
         kinds = [_kind(layer) for layer in self.layers]
         self.twins = [kinds.index(kind) for kind in kinds]  # of each layer, the first one that is equal
+        # Of parameters that several layers share, as in Zamba: stored once, so they count as in none.
+        layers_of = Counter(id(p) for layer in self.layers for p in {*layer.parameters()})
+        self.shared = {key for key, number in layers_of.items() if number > 1}
         self.whole = True
-        self.own_attention = self.attention = cast(str, model.config._attn_implementation)
+        self.own_attention = self.attention = cast(str, model.config.get_text_config()._attn_implementation)
 
     def result(self) -> Counted:
         text, head = self.model.config.get_text_config(), self.model.get_output_embeddings()
@@ -430,12 +460,22 @@ class _Counting:
             return [path for path in self.linears if path.startswith(f"{self.paths[number]}.")]
         return [path for path in self.linears if not path.startswith(tuple(f"{each}." for each in self.paths))]
 
-    def _layer(self, number: int, first: Trace, kept_by_variant: Mapping[str, Sequence[Kept]]) -> CountedLayer:
+    def _modules_in(self, number: int) -> Collection[nn.Module]:
+        """Return the modules of a layer, each weight once. Those with weights that layers share are in none."""
         in_layers = {id(module) for layer in self.layers for module in layer.modules()}
-        if number < len(self.layers):
-            modules, prefix = list(self.layers[number].modules()), f"{self.paths[number]}."
-        else:
-            modules, prefix = [module for module in self.model.modules() if id(module) not in in_layers], ""
+
+        def is_in_none(module: nn.Module) -> bool:
+            shared = any(id(weight) in self.shared for weight in module.parameters(recurse=False))
+            return shared or id(module) not in in_layers
+
+        within = number < len(self.layers)
+        modules = (self.layers[number] if within else self.model).modules()
+        found = [module for module in modules if is_in_none(module) != within]
+        return {id(next(module.parameters(recurse=False), module)): module for module in found}.values()
+
+    def _layer(self, number: int, first: Trace, kept_by_variant: Mapping[str, Sequence[Kept]]) -> CountedLayer:
+        prefix = f"{self.paths[number]}." if number < len(self.layers) else ""
+        modules = self._modules_in(number)
         head, reads = self.model.get_output_embeddings(), self._reads(number, first)
         packed = Counter(
             shape_of(module) for module in modules if isinstance(module, FrozenLinear) and module is not head

@@ -104,6 +104,13 @@ MLX_EXPERTS = {
     "gpt_oss": "experts", "afmoe": "experts", "llama4": "experts", "llama4_text": "experts",
     "gemma4_text": "switch_glu",
 }  # fmt: skip
+# Families whose text stack mlx-lm calls otherwise, and those in which it renames layers: ends of paths.
+MLX_STACKS = {"gptj": ("transformer.", "model.")}
+MLX_LAYERS = {
+    "lfm2_moe": {
+        f"feed_forward.{name}": f"feed_forward.{role}" for name, role in (("w1", GATE), ("w2", DOWN), ("w3", UP))
+    }
+}
 INTERLEAVED = frozenset({"gpt_oss"})
 # Families whose stacks transformers stores as [in, out], which PEFT 0.21 knows by an attribute that these lack.
 TURNED = frozenset({"llama4", "llama4_text"})
@@ -162,12 +169,21 @@ def naming_of(directory: Path, modules: Collection[str]) -> Naming:
             mlx = ((beginning, MLX_TEXT),)
         if "lm_head.weight" in stored:
             mlx = (*mlx, ("lm_head", "language_model.lm_head"))
+    if family in MLX_STACKS:
+        mlx = (*mlx, MLX_STACKS[family])
+    mlx = (*_renamed_layers(modules, MLX_LAYERS.get(family, {})), *mlx)
     of_text = cast("dict[str, Any]", nested).get("model_type") if isinstance(nested, dict) else family
     own_router = routes and of_text in MLX_ROUTERS
     return Naming(
         peft, mlx, any(map(_EXPERT.search, stored)), towers, tuple(notes), experts=expert_names(config, stored),
         own_router=own_router,
     )  # fmt: skip
+
+
+def _renamed_layers(modules: Collection[str], ends: Mapping[str, str]) -> Prefixes:
+    """Return the whole paths of those modules that another program renames."""
+    found = ((module, end) for module in sorted(modules) for end in ends if module.endswith(f".{end}"))
+    return tuple((module, module.removesuffix(end) + ends[end]) for module, end in found)
 
 
 def expert_names(config: Mapping[str, Any], stored: Iterable[str]) -> ExpertNames:

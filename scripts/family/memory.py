@@ -33,7 +33,7 @@ def share_of_peak(model_dir: Path, backend: Backend) -> float:
     ask = replace(ASK, backend=backend.name, micro_batch_tokens=batch.tokens_BT.size, max_length=max(LENGTHS))
     shape = shape_from(config, backend.name)
     planned = estimate(shape, ask)
-    request = LoadRequest(model_dir, "float32", "none", "random", SPEC, OptimizerSpec(), seed=1)
+    request = LoadRequest(model_dir, "float32", "none", "pretrained", SPEC, OptimizerSpec(), seed=1)
     peak, found = (on_mlx if backend.name == "mlx" else on_torch)(backend, request, batch, planned)
     expected = shape.num_parameters, num_trained(shape, ask)
     if found != expected:

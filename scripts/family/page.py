@@ -29,7 +29,8 @@ HEAD = """\
 
 What each family of the installed transformers does here, as a tiny model with random weights: the model is written as
 transformers saves it, and taken through the stages below. `make families` measures it and writes this page
-(`scripts/families.py`), `make families FAMILIES="gemma3 qwen3_5"` measures some anew. docs/families.md sums it up.
+(`scripts/families.py`), `make families FAMILIES="gemma3 qwen3_5"` measures some anew: all else on the page stays, and a
+row names each commit at which it was measured. docs/families.md sums it up.
 
 ✓ works · – refused, with a message that says why · told: PEFT drops or refuses adapted layers of these classes, and the
 start of a run, `inspect`, `verify` and the card say so (the merge works) · empty: nothing to look at, because an
@@ -49,13 +50,13 @@ earlier stage is not there · crash, wrong, lost: a fault of ours, listed at the
 
 
 def page_of(results: Sequence[Line]) -> str:
-    """Return the page as Markdown."""
+    """Return the page as Markdown. Of several results of a stage the last one counts."""
     found = {(line["family"], line["stage"], line["backend"]): line for line in results}
     families = sorted({line["family"] for line in results})
     made = [family for family in families if _outcome(found, family, "make", "both") == "ok"]
-    faulty = [line for line in results if line["outcome"] in FAULTS]
+    faulty = [line for line in found.values() if line["outcome"] in FAULTS]
     parts = [
-        *_summary(results, found, made),
+        *_summary(found, made),
         "",
         *_table(found, made),
         "",
@@ -63,6 +64,37 @@ def page_of(results: Sequence[Line]) -> str:
         *_faults(faulty),
     ]
     return "\n".join([HEAD, *parts]).rstrip() + "\n"
+
+
+def lines_of(page: str) -> list[Line]:
+    """Return the results that a page shows. Of a column that sums up several stages, each has the outcome of all."""
+    _, table, reasons, *others = re.split(r"^## .*$", page, flags=re.MULTILINE)
+    outcomes = {sign: outcome for outcome, sign in SIGNS.items()}
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+
+    def note(family: str, stage: str, backend: str, **values: str) -> None:
+        key = {"family": family, "stage": stage, "backend": backend}
+        found[family, stage, backend] = found.get((family, stage, backend), {}) | key | values
+
+    for family, *signs, commit in _cells(table):
+        note(family, "make", "both", outcome="ok", commit=commit)
+        for (stage, backend), sign in zip(COLUMNS.values(), signs, strict=True):
+            for each in FIRST.get(stage, (stage,)):
+                note(family, each, backend, outcome=outcomes[sign], commit=commit)
+    for family, backend, why in _cells(reasons):
+        note(family, "train", backend, shown=why)
+    for family, why in re.findall(r"^- `(.+?)`: (.*)$", page, flags=re.MULTILINE):
+        note(family, "make", "both", outcome="not made", commit="", shown=why)
+    for family, stage, backend, fault in _cells(others[-1]):
+        outcome, _, why = fault.partition(": ")
+        note(family, stage, backend, outcome=outcome, commit=found[family, "make", "both"]["commit"], shown=why)
+    return list(found.values())
+
+
+def _cells(table: str) -> list[list[str]]:
+    """Return the cells of the rows of a table that begin with a family."""
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    return [[cell.strip(" `") for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
 
 
 def _outcome(found: BY_KEY, family: str, stage: str, backend: str) -> str:
@@ -74,10 +106,10 @@ def _outcome(found: BY_KEY, family: str, stage: str, backend: str) -> str:
     return next((each for each in outcomes if each != "ok"), "ok")
 
 
-def _summary(results: Sequence[Line], found: BY_KEY, made: Sequence[str]) -> list[str]:
+def _summary(found: BY_KEY, made: Sequence[str]) -> list[str]:
     packages = ", ".join(f"{name} {version(name)}" for name in ("transformers", "mlx-lm", "torch", "mlx", "peft"))
     rows = [
-        f"{len(made)} families, with {packages}; at {_commits(results)}.",
+        f"{len(made)} families, with {packages}.",
         "",
         "| | works | refused | told | fault | nothing to look at |",
         "|---|---|---|---|---|---|",
@@ -91,17 +123,17 @@ def _summary(results: Sequence[Line], found: BY_KEY, made: Sequence[str]) -> lis
     return rows
 
 
-def _commits(results: Sequence[Line]) -> str:
-    """Return the commits that families were made on, with their number."""
-    counts = Counter(line["commit"] for line in results if line["stage"] == "make" and line["outcome"] == "ok")
-    return ", ".join(f"commit {commit} ({number})" for commit, number in counts.most_common())
+def _commits(found: BY_KEY, family: str) -> str:
+    """Return the commits that the stages of a family ran on."""
+    named = (line["commit"] for key, line in found.items() if key[0] == family and line["outcome"] != "-")
+    return ", ".join(dict.fromkeys(commit for names in named for commit in names.split(", ")))
 
 
 def _table(found: BY_KEY, made: Sequence[str]) -> list[str]:
-    rows = ["## Every family", "", f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    rows = ["## Every family", "", f"| family | {' | '.join(COLUMNS)} | commit |", "|---" * (len(COLUMNS) + 2) + "|"]
     for family in made:
         cells = [SIGNS[_outcome(found, family, *column)] for column in COLUMNS.values()]
-        rows.append(f"| `{family}` | {' | '.join(cells)} |")
+        rows.append(f"| `{family}` | {' | '.join(cells)} | {_commits(found, family)} |")
     return rows
 
 
@@ -144,10 +176,16 @@ def _faults(faulty: Sequence[Line]) -> list[str]:
 
 def _plain(line: Line) -> str:
     """Return the reason as one cell of a table: without paths of this machine."""
+    if "shown" in line:  # on a page
+        return line["shown"]
     why = str(line.get("why", ""))
     words = [word.rsplit("/", 1)[-1] if word.startswith("/") else word for word in why.split()]
     text = " ".join(words).replace("model.name: model: ", "").replace("model: ", "", 1)
     text = re.sub(r"/\S*/(?=\w+/model\b)", "", text)  # where this machine keeps what it measures
     for sign in "|<>[]*_`":
         text = text.replace(sign, f"\\{sign}")
-    return f"{line['error']}: {text[:200]}" if line.get("error") and line["outcome"] == "CRASH" else text[:200]
+    return (
+        f"{line['error']}: {text[:200].strip()}"
+        if line.get("error") and line["outcome"] == "CRASH"
+        else text[:200].strip()
+    )

@@ -3,6 +3,7 @@
 ΔW is what an adapted layer of zero base weights makes of the identity matrix.
 """
 
+import importlib
 import json
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 import safetensors.numpy
 
 from dualtune.base.errors import FormatError
-from dualtune.model.adapter import tensor_name
+from dualtune.model.adapter import AdapterSpec, tensor_name
 from dualtune.model.formats.canonical import to_pairs
-from dualtune.model.formats.directory import read_adapter, write_adapter
+from dualtune.model.formats.directory import Adapter, read_adapter, write_adapter
+from dualtune.model.places import naming_of
 
 pytest.importorskip("mlx_lm")
 import mlx.core as mx
@@ -236,3 +238,46 @@ def test_single_experts_are_not_written_for_mlx_lm(tmp_path, deltas, assert_same
     assert not (tmp_path / "a").exists()
     write_adapter(tmp_path / "a", adapter, layout="peft")
     assert_same_function(deltas(read_adapter(tmp_path / "a")), deltas(adapter))
+
+
+OTHER_NAMES = {  # family -> its arguments, and layers by the names of its files
+    "gptj": (
+        {
+            "model_type": "gptj", "n_embd": DIM, "n_head": 2, "n_layer": 2, "n_positions": 32, "rotary_dim": 4,
+            "vocab_size": VOCAB,
+        },
+        ("transformer.h.0.attn.q_proj", "transformer.h.1.attn.q_proj"),
+    ),
+    "lfm2_moe": (
+        {
+            "model_type": "lfm2_moe", "vocab_size": VOCAB, "hidden_size": DIM, "intermediate_size": DIM,
+            "moe_intermediate_size": DIM, "num_hidden_layers": 1, "num_experts": 2, "num_experts_per_tok": 1,
+            "norm_topk_prob": True, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32,
+            "use_expert_bias": False, "num_dense_layers": 1, "norm_eps": 1e-5, "conv_bias": False, "conv_L_cache": 3,
+            "full_attn_idxs": [0], "layer_types": ["full_attention"],
+        },
+        ("model.layers.0.self_attn.q_proj", *(f"model.layers.0.feed_forward.{name}" for name in ("w1", "w2", "w3"))),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OTHER_NAMES)
+def test_mlx_lm_loads_layers_that_it_names_otherwise_than_the_files(tmp_path, family):
+    config, modules = OTHER_NAMES[family]
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(config))
+    shape = np.zeros((DIM, DIM), np.float32)
+    safetensors.numpy.save_file({f"{module}.weight": shape for module in modules}, base / "model.safetensors")
+    tensors = {
+        tensor_name(module, part): np.full(shape, number, np.float32)
+        for number, module in enumerate(modules)
+        for part, shape in (("A", (2, DIM)), ("B", (DIM, 2)))
+    }
+    spec = AdapterSpec(rank=2, alpha=4.0, dropout=0.0, targets=modules)
+    write_adapter(tmp_path / "a", Adapter(spec, tensors, str(base), naming=naming_of(base, modules)), layout="mlx")
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    model = load_adapters(module.Model(module.ModelArgs.from_dict(config)), str(tmp_path / "a"))
+    loaded = [float(a.max()) for name, a in tree_flatten(model.parameters()) if name.endswith("lora_a")]
+    assert sorted(loaded) == [*range(len(modules))]
+    assert read_adapter(tmp_path / "a").tensors.keys() == tensors.keys()

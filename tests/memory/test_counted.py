@@ -24,7 +24,8 @@ FAMILIES = {  # by kind of layer
     "state space": "mamba2", "both, side by side": "falcon_h1", "convolution": "lfm2", "vision tower": "gemma3",
     "vision tower and linear attention": "qwen3_5", "window and soft caps": "gemma2", "scaled logits": "cohere2",
     "heads of unequal size": "deepseek_v3", "window in its own masks": "mellum", "rotary in float32": "olmo",
-    "Llama in a wrapper": "internvl",
+    "Llama in a wrapper": "internvl", "experts one by one": "dbrx", "experts by their sizes": "jetmoe",
+    "layers without a name": "biogpt", "a wrapper's own attention": "got_ocr2",
 }  # fmt: skip
 # Of tensors that exist between steps; of what is kept; of the peak of a step. A peak that is too high costs a user
 # speed, one that is too low the run.
@@ -172,7 +173,7 @@ def test_a_family_that_the_framework_does_not_know_is_refused_with_the_reason():
 ON_MLX = {
     "mixture of experts": "qwen3_moe", "another": "glm4_moe", "convolution": "lfm2", "soft caps": "gemma2",
     "state space": "mamba2", "linear attention": "qwen3_next", "latent attention": "deepseek_v3",
-    "windows": "gemma3_text", "sinks": "gpt_oss",
+    "windows": "gemma3_text", "sinks": "gpt_oss", "numbers of a layer itself": "gemma4_text",
 }  # fmt: skip
 PEAK_ON_MLX = (0.9, 1.2)  # of everything that is there at the peak
 

@@ -107,6 +107,19 @@ def test_other_models_are_left_alone():
     assert not recurrences.install(nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize(("name", "is_ours"), [("rwkv7", True), ("jamba", False)])
+def test_the_reference_has_a_walk_of_ours_where_that_of_mlx_lm_has_no_derivative(name, is_ours):
+    """On Metal mlx-lm computes RWKV-7 by a kernel, in training too."""
+    choose = importlib.import_module("dualtune_mlx.kernels.choose").choose
+    mixer = nn.Module()
+    if name == "rwkv7":
+        mixer.__class__ = importlib.import_module("mlx_lm.models.rwkv7").Rwkv7TimeMixing
+    else:
+        mixer = MIXERS[name]()
+    choose(mixer, "reference")
+    assert isinstance(mixer, tuple(recurrences.SCANS.values())) == is_ours
+
+
 def test_a_walk_of_rwkv7_in_training_is_that_of_mlx_lm():
     rwkv7 = importlib.import_module("mlx_lm.models.rwkv7")
     mixer = nn.Module()

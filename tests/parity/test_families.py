@@ -143,3 +143,18 @@ def test_the_page_says_why_and_lists_faults(forked, tmp_path):
     assert result.returncode == 1
     assert "| `a` | wrong | – |" in text and "no \\<b\\>" in text
     assert "| `a` | base | torch | WRONG: log p differ by 3.0e-01 |" in text and "- `b`: size" in text
+
+
+def test_a_page_keeps_what_is_not_measured_anew(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from family.page import lines_of, page_of
+
+    before = lines_of((ROOT / "benchmarks/results/families.md").read_text(encoding="utf-8"))
+    assert lines_of(page_of(before)) == before
+    key = {"family": "llama", "stage": "memory", "backend": "torch"}
+    after = lines_of(page_of([*before, key | {"outcome": "WRONG", "why": "0.1 of a|b", "commit": "abc"}]))
+    (changed,) = [line for line in after if line.items() >= key.items()]
+    assert (changed["outcome"], changed["shown"]) == ("WRONG", "0.1 of a\\|b") and changed["commit"].endswith(", abc")
+    assert [line for line in after if line["family"] != "llama"] == [
+        line for line in before if line["family"] != "llama"
+    ]

@@ -62,6 +62,8 @@ def choose(
     """
     chosen, names = Kernels(), CARD.pieces if pieces is None else pieces
     if kernels == "reference":
+        if recurrences.install(model, recurrences.WITHOUT_DERIVATIVE):
+            chosen.plain.append("recurrences in chunks: mlx-lm's kernel for Metal has no derivative")
         return chosen
     if "lora" in names and not any(module is model for module in trained):
         chosen.used.append("lora")

@@ -9,7 +9,7 @@ Legend: B rows, T tokens, D channels, N numbers of the state of a channel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -135,15 +135,16 @@ def _with_skip(
 
 
 # By the names of mlx-lm's classes: a start need not import each family of models.
-SCANS: dict[str, type] = {"JambaMambaMixer": JambaScan, "MambaBlock": MambaScan, "Rwkv7TimeMixing": Rwkv7Walk}
+WITHOUT_DERIVATIVE: dict[str, type] = {"Rwkv7TimeMixing": Rwkv7Walk}  # what mlx-lm's own code computes on Metal
+SCANS: dict[str, type] = {"JambaMambaMixer": JambaScan, "MambaBlock": MambaScan} | WITHOUT_DERIVATIVE
 
 
-def install(model: nn.Module) -> bool:
+def install(model: nn.Module, scans: Mapping[str, type] = SCANS) -> bool:
     """Make the recurrences of a model compute in chunks. Returns whether it has any."""
     classes: dict[type, type] = {}
     for module in cast(list[nn.Module], model.modules()):
         kind = type(module)  # may be derived from mlx-lm's
-        scan = next((SCANS[base.__name__] for base in kind.__mro__ if base.__name__ in SCANS), None)
+        scan = next((scans[base.__name__] for base in kind.__mro__ if base.__name__ in scans), None)
         if scan is not None:
             module.__class__ = classes.setdefault(kind, type(kind.__name__, (scan, kind), {}))
     return bool(classes)

@@ -142,7 +142,8 @@ def _adapters(counted: Counted, ask: Ask, prefix: str, layer: CountedLayer) -> i
 
 def workspace(counted: Counted, ask: Ask) -> MemoryPart:
     """The backward pass of the layer that needs most for it: gradients as large as its largest tensors."""
-    sizes = [_moment(counted, ask, layer) for layer in dict.fromkeys(counted.by_layer)]
+    layers = counted.by_layer or (counted.outside,)  # where transformers lists none
+    sizes = [_moment(counted, ask, layer) for layer in dict.fromkeys(layers)]
     return MemoryPart(
         "workspace", max(sizes, default=0), f"{ask.cells:,} tokens × gradients of a layer's largest parts"
     )

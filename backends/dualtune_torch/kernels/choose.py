@@ -17,7 +17,14 @@ from dualtune_torch.card.memory import WORTH_COMPILING
 from dualtune_torch.kernels import allocator, attention, blocks, compiled
 from dualtune_torch.kernels.attention import DocumentBorders, NotCovered
 from dualtune_torch.kernels.gpu import select
-from dualtune_torch.kernels.trial import TrialResults, compare, document_borders, own_results, packed
+from dualtune_torch.kernels.trial import (
+    TrialResults,
+    compare,
+    document_borders,
+    needs_masks,
+    own_results,
+    packed,
+)
 from dualtune_torch.lora import LoRAPieces
 from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.sharding import class_of, is_split
@@ -167,7 +174,8 @@ def _try_head(model: PreTrainedModel, chosen: Kernels, expected: TrialResults) -
             raise NotCovered("the bias of the output head is trained")
         where = _documents(model, chosen)
         cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        compare(model, lambda: attention.capped(head(packed(model.base_model, where)), cap), expected)
+        masks = where is None and needs_masks(model)
+        compare(model, lambda: attention.capped(head(packed(model.base_model, where, masks=masks)), cap), expected)
         chosen.head, chosen.cap = own, cap
         chosen.rows = head.rows if isinstance(head, RowsHead) else None
         chosen.used.append("loss")
