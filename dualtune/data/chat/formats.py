@@ -285,6 +285,8 @@ def _unread_label(fields: Mapping[str, Any], read: Collection[str]) -> str:
 
 def _lacks(row: RawRow, name: str, key: str) -> str:
     reason = f"has no '{key}'; its keys are: {listed(row.fields)}"
+    if likely := suggested_columns(row.fields).get(key):
+        reason += f"; if '{likely}' is meant, set data.columns: {{{key}: {likely}}}"
     others = _formats_of(row, {})
     if not others or name in others:
         return reason
