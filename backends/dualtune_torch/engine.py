@@ -284,12 +284,12 @@ class TorchEngine:
             return _numpy(target_logprobs(output, inputs.labels_BT))
         hidden_MD = self._target_states(output, inputs)
         with whole(head):
-            found_M = cross_entropy.target_logprobs(
+            logprobs_M = cross_entropy.target_logprobs(
                 hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._scaling(inputs),
                 self._kernels.maybe_compile, self._kernels.rows,
             )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
-        logprobs_BT[batch.is_target_BT] = _numpy(found_M)
+        logprobs_BT[batch.is_target_BT] = _numpy(logprobs_M)
         return logprobs_BT
 
     def most_probable(self, batch: Batch) -> np.ndarray:
@@ -298,8 +298,8 @@ class TorchEngine:
         return tokens_BT
 
     def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
-        found_M2k = _numpy(self._of_target_logits(batch, partial(top_of_logits, k=k)))
-        return most_probable_first(found_M2k[:, 1].astype(np.int32), found_M2k[:, 0].astype(np.float32))
+        top_M2k = _numpy(self._of_target_logits(batch, partial(top_of_logits, k=k)))
+        return most_probable_first(top_M2k[:, 1].astype(np.int32), top_M2k[:, 0].astype(np.float32))
 
     def _of_target_logits(self, batch: Batch, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a function of the float32 logits [R, V] of the targets, [M, …]; the logits of a few rows at a time."""

@@ -90,8 +90,8 @@ def adaptable_layers(model: PreTrainedModel) -> dict[str, FrozenLinear]:
     tied = {name.removesuffix(".weight") for name in pairs}
     stacks = [module for module in model.modules() if isinstance(module, PackedStack)]
     of_experts = {id(layer) for stack in stacks for layer in stack.layers}
-    found = {p: m for p, m in model.named_modules() if id(m) not in of_experts and is_linear(m)} | routers(model)
-    return {path: cast(FrozenLinear, layer) for path, layer in found.items() if path not in tied}
+    layers = {p: m for p, m in model.named_modules() if id(m) not in of_experts and is_linear(m)} | routers(model)
+    return {path: cast(FrozenLinear, layer) for path, layer in layers.items() if path not in tied}
 
 
 def add_layers(

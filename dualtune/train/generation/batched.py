@@ -432,8 +432,8 @@ def check_decoding(engine: Engine, prompts: Sequence[np.ndarray], bank: AdapterB
     texts = [prompts[i][:length] for i, length in zip((0, -1), TRIAL_TOKENS, strict=True)]
     passed = _checked.setdefault(engine, set())
     if frozenset() not in passed:
-        found = _in_batch(engine.decoding(), texts)
-        _check_close(engine, found, [engine.logprobs(plain_batch(text))[0, -1] for text, _ in found])
+        decoded = _in_batch(engine.decoding(), texts)
+        _check_close(engine, decoded, [engine.logprobs(plain_batch(text))[0, -1] for text, _ in decoded])
         passed.add(frozenset())
     if bank is None:
         return
