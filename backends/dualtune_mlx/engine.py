@@ -99,14 +99,14 @@ class MlxEngine:
         of_stacks: dict[str, list[FilePlace]] = {}
         if weights is not None and request.adapter.names_experts:
             of_stacks = expert_places(model, weights)
-            names |= {path: expert_stack(found, role_of(path)) for path, found in of_stacks.items()}
+            names |= {path: expert_stack(own_places, role_of(path)) for path, own_places in of_stacks.items()}
         self._layers: dict[str, AdaptedLayer] = {}
         if whole is None:
             self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
         self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
-        for path, found in of_stacks.items():
+        for path, own_places in of_stacks.items():
             if names[path] in self._layers:
-                self._places |= dict(zip(members(names[path], len(found)), found, strict=True))
+                self._places |= dict(zip(members(names[path], len(own_places)), own_places, strict=True))
         if resident:
             check_resident(request.adapter.beside)
         self._beside = train_beside(model, request.adapter.beside, weights, self._layers)

@@ -211,10 +211,10 @@ def add_layers(
         wrapped[path] = layers.LAYER(linear[path], path, spec, seeds, shared.get(reads) if group else None)
         shared[reads] = wrapped[path].shared
     adapters: dict[str, Any] = {}
-    for stack, found in stacks_of(name for name in selected if name not in linear).items():
+    for stack, numbered in stacks_of(name for name in selected if name not in linear).items():
         base = stacked[of_stacks[stack]]
-        check_whole(stack, found, base.num_experts)
-        check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in found})
+        check_whole(stack, numbered, base.num_experts)
+        check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in numbered})
         adapters[of_stacks[stack]] = wrapped[stack] = of_experts(base, stack, spec, seeds)
     if spec.dropout:
         experts.tell_routing(model, adapters)

@@ -610,15 +610,15 @@ def _placed_layers(
     places = find_places(model, weights, shapes) if weights is not None else {}
     names = canonical_names(places)
     of_stacks = expert_places(model, weights) if weights is not None and request.adapter.names_experts else {}
-    names |= {path: expert_stack(found, path.rpartition(".")[2]) for path, found in of_stacks.items()}
+    names |= {path: expert_stack(own_places, path.rpartition(".")[2]) for path, own_places in of_stacks.items()}
     layers = add_layers(model, request.adapter, seeds, names)
     placed = {names[path]: place for path, place in places.items() if names[path] in layers}
-    for path, found in of_stacks.items():
+    for path, own_places in of_stacks.items():
         if names[path] in layers:
-            placed |= dict(zip(members(names[path], len(found)), found, strict=True))
+            placed |= dict(zip(members(names[path], len(own_places)), own_places, strict=True))
     if weights is not None:
-        found = {path for path in layers if path in placed or path in names.values()}
-        check_places(layers, found, "transformers")
+        known_paths = {path for path in layers if path in placed or path in names.values()}
+        check_places(layers, known_paths, "transformers")
     return layers, placed, {names.get(path, path): path for path in shapes}
 
 

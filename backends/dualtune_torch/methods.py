@@ -120,10 +120,10 @@ def add_layers(
         is_router = not is_linear(linear[paths[name]])
         model.set_submodule(paths[name], AdaptedRouter(cast(Any, layer), name, spec) if is_router else layer)
     adapters = {}
-    for stack, found in stacks_of(name for name in selected if name not in paths).items():
+    for stack, modules in stacks_of(name for name in selected if name not in paths).items():
         projection = stacked[of_stacks[stack]]
-        check_whole(stack, found, projection.count)
-        check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in found})
+        check_whole(stack, modules, projection.count)
+        check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in modules})
         adapters[of_stacks[stack]] = wrapped[stack] = of_experts(projection, stack, spec, seeds)
     experts.wrap(model, adapters, seeds)
     return dict(sorted(wrapped.items()))

@@ -77,7 +77,7 @@ def stacks_of(modules: Iterable[str]) -> dict[str, list[str]]:
     for module in modules:
         if expert := expert_of(module):
             stacks[expert.stack].append(module)
-    return {stack: sorted(found, key=_number) for stack, found in stacks.items()}
+    return {stack: sorted(numbered, key=_number) for stack, numbered in stacks.items()}
 
 
 def _number(module: str) -> int:
@@ -120,9 +120,9 @@ def collapsed(modules: Iterable[str]) -> dict[str, str]:
     names = {module: module for module in modules}
     stacks = stacks_of(names)
     count = max(map(len, stacks.values()), default=0)
-    for stack, found in stacks.items():
-        if found == members(stack, count):
-            names |= dict.fromkeys(found, without_number(stack))
+    for stack, numbered in stacks.items():
+        if numbered == members(stack, count):
+            names |= dict.fromkeys(numbered, without_number(stack))
     return names
 
 

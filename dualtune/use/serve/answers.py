@@ -283,10 +283,10 @@ class Answers:
         """Return what the client of each request gets."""
         top = max(job.request.scored or 0 for job, _ in scored)
         answers = list[list[Piece]]()
-        all_said = self._rows.scores([(job.request.model, prompt) for job, prompt in scored], top)
-        for (job, prompt), said in zip(scored, all_said, strict=True):
+        all_scores = self._rows.scores([(job.request.model, prompt) for job, prompt in scored], top)
+        for (job, prompt), scores in zip(scored, all_scores, strict=True):
             request, tokenizer = job.request, self._adapters.models[job.request.model].tokenizer
-            table = prompt_scores(tokenizer, prompt, said, request.scored or 0, as_ids=request.as_ids)
+            table = prompt_scores(tokenizer, prompt, scores, request.scored or 0, as_ids=request.as_ids)
             text = request.prompt if isinstance(request.prompt, str) else tokenizer.decode_all(prompt.tolist())
             answers.append([text, TokenScores(table), Finish("length", len(prompt), 0)])
         return answers
