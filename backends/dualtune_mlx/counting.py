@@ -99,12 +99,10 @@ def heads_of(model: nn.Module, layers: Sequence[nn.Module]) -> Heads | None:
             model(mx.zeros(segments.shape, mx.int32), cache=packed_cache(model, segments, positions))
     except UNREADABLE:
         return None
-    for counts in (
-        noted.found.by_document,
-        noted.found.whole,
-    ):  # of a model that calls parts of its layers
+    # A model may call the parts of its layers, and not the layers.
+    for counts in (noted.found.by_document, noted.found.whole):
         own = -(-counts.pop(OUTSIDE, 0) // len(layers))
-        counts.update(dict.fromkeys(range(len(layers)), own) if own else {})
+        counts.update(dict.fromkeys(range(len(layers)), own))
     return noted.found
 
 

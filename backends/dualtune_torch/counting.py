@@ -185,24 +185,35 @@ class _Functions(TorchFunctionMode):
                 self._trace.masks[self._trace.layer] += mask.numel() * args[0].element_size()
             return _Attention.apply(*args[:3], None if mask is None else mask.shape)
         if args and isinstance(args[0], Tensor) and args[0].is_meta:
-            if func is Tensor.__bool__:
-                return False
-            if func in (torch.nonzero, Tensor.nonzero):
-                self._found.append(args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.long))
-                return self._found[-1]
-            if func is torch.where and len(args) == 1:
-                return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.long).unbind(1)
-            if func is Tensor.unbind and any(args[0] is places for places in self._found):
-                return (torch.zeros(args[0].shape[1:], dtype=torch.long),)  # a number that an index can be
-            if func is Tensor.tolist:
-                return _Sizes([0] * len(args[0]))
-            if func is Tensor.split and isinstance(args[1], _Sizes):
-                return (args[0], *(args[0][:0] for _ in args[1][1:]))
-            if func in PRODUCTS and _is_of_stack(args[1]):
-                self._trace.active[self._trace.layer] += args[0].numel() * args[1].numel() // args[0].shape[-1]
-                self._trace.sent[self._trace.layer] = max(self._trace.sent[self._trace.layer], args[0][..., 0].numel())
+            if (answer := self._answer(func, *args)) is not None:
+                return answer
+            if func in PRODUCTS and len(args) > 1 and _is_of_stack(args[1]):
+                rows = args[0][..., 0].numel()
+                self._trace.active[self._trace.layer] += rows * args[1].numel()
+                self._trace.sent[self._trace.layer] = max(self._trace.sent[self._trace.layer], rows)
         self._trace.after.add(getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
+
+    def _answer(self, func: Any, x: Tensor, *args: Any) -> Any:
+        """Return the answer to a question about numbers; None for another function."""
+        if func is Tensor.__bool__:
+            return False
+        if func in (torch.nonzero, Tensor.nonzero):
+            self._found.append(_places_in(x))
+            return self._found[-1]
+        if func is torch.where and not args:
+            return _places_in(x).unbind(1)
+        if func is Tensor.unbind and any(x is places for places in self._found):
+            return (torch.zeros(x.shape[1:], dtype=torch.long),)  # a number, by which a tensor can be indexed
+        if func is Tensor.tolist:
+            return _Sizes([0] * len(x))
+        if func is Tensor.split and args and isinstance(args[0], _Sizes):
+            return (x, *(x[:0] for _ in args[0][1:]))
+        return None
+
+
+def _places_in(x: Tensor) -> Tensor:
+    return x.new_empty(x.numel(), x.dim(), dtype=torch.long)
 
 
 class _Sizes(list[int]):

@@ -184,8 +184,5 @@ def _plain(line: Line) -> str:
     text = re.sub(r"/\S*/(?=\w+/model\b)", "", text)  # where this machine keeps what it measures
     for sign in "|<>[]*_`":
         text = text.replace(sign, f"\\{sign}")
-    return (
-        f"{line['error']}: {text[:200].strip()}"
-        if line.get("error") and line["outcome"] == "CRASH"
-        else text[:200].strip()
-    )
+    text = text[:200].strip()
+    return f"{line['error']}: {text}" if line.get("error") and line["outcome"] == "CRASH" else text

@@ -271,7 +271,7 @@ def test_mlx_lm_loads_layers_that_it_names_otherwise_than_the_files(tmp_path, fa
     safetensors.numpy.save_file({f"{module}.weight": shape for module in modules}, base / "model.safetensors")
     tensors = {
         tensor_name(module, part): np.full(shape, number, np.float32)
-        for number, module in enumerate(modules)
+        for number, module in enumerate(modules, start=1)
         for part, shape in (("A", (2, DIM)), ("B", (DIM, 2)))
     }
     spec = AdapterSpec(rank=2, alpha=4.0, dropout=0.0, targets=modules)
@@ -279,5 +279,5 @@ def test_mlx_lm_loads_layers_that_it_names_otherwise_than_the_files(tmp_path, fa
     module = importlib.import_module(f"mlx_lm.models.{family}")
     model = load_adapters(module.Model(module.ModelArgs.from_dict(config)), str(tmp_path / "a"))
     loaded = [float(a.max()) for name, a in tree_flatten(model.parameters()) if name.endswith("lora_a")]
-    assert sorted(loaded) == [*range(len(modules))]
+    assert sorted(loaded) == [*range(1, 1 + len(modules))]
     assert read_adapter(tmp_path / "a").tensors.keys() == tensors.keys()

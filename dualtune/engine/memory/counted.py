@@ -23,7 +23,7 @@ from dualtune.engine.card import card_of
 from dualtune.engine.memory.shapes import Decoder, UnknownShape, decoder_of
 from dualtune.model.experts import is_stack, members
 
-FORMAT = 7  # of the files in the cache
+FORMAT = 8  # of the files in the cache
 
 
 class CountedLinear(NamedTuple):
