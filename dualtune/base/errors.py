@@ -72,6 +72,13 @@ class Preempted(DualtuneError):
     """A signal stopped the run, and its state is saved: run the same command again."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
+    again = "Run the same command again to continue."
+
+
+class Abandoned(Preempted):
+    """A signal stopped work of which nothing is kept."""
+
+    again = "Nothing is kept of it: the same command starts it again."
 
 
 class Paused(Preempted):

@@ -57,6 +57,8 @@ def test_runs_tells_done_preempted_failed_and_running(dualtune_main, config_file
     assert (found["done"]["model"].endswith("softmax"), found["done"]["learning_rate"]) == (True, 0.01)
     assert found["done"]["date"].startswith("20") and found["done"]["date"].endswith("+00:00")
     assert found["killed"]["checkpoint"] == 2
+    *_, last = (json.loads(row)["time"] for row in (tmp_path / "runs/killed/metrics.jsonl").read_text().splitlines())
+    assert found["killed"]["date"][:19] == last[:19] >= found["killed"]["start"][:19]
     assert found["killed"]["reason"].endswith(" was killed; the same command resumes it after step 2")
     wording(found["failed"]["reason"])
     assert (found["preempted"]["step"], found["preempted"]["checkpoint"]) == (1, 1)

@@ -94,14 +94,21 @@ def test_a_packed_base_computes_with_its_numbers(tmp_path, family, quantization)
     assert np.abs(a - b).max() <= tolerances.LOGPROBS
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("quantization", ["nf4", "int8"])
-def test_a_block_that_layers_share_is_packed_once(tmp_path, monkeypatch, quantization):
-    """Zamba2's: each of the layers has a module of its own, with the same weights."""
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        ("olmo_hybrid", "int8"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (
+            ("olmo_hybrid", "nf4"), ("zamba2", "nf4"), ("zamba2", "int8"),
+        )),
+    ],
+)  # fmt: skip
+def test_what_is_no_single_tensor_of_the_files_is_read_and_packed_too(tmp_path, monkeypatch, family, quantization):
+    """Layers of Zamba2 share a block, and OLMo Hybrid's files hold the convolution of a layer in three parts."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
     from family.make import make
 
-    make("zamba2", model := tmp_path / "model")
+    make(family, model := tmp_path / "model")
     engine, plain = (load(model, name) for name in (quantization, "none"))
     assert engine.description.num_parameters == plain.description.num_parameters
     a, b = (at_tokens(trained(each).logprobs(BATCH)) for each in (engine, with_numbers_of(engine, plain)))
