@@ -255,10 +255,10 @@ def _begun(held: GenerationCache, text: np.ndarray) -> tuple[Cache, int]:
     if not shared or any(layer.is_initialized and layer.keys.shape[2] < shared for layer in layers):  # a window slid
         return cache, 0
     for layer in layers:
-        begun = GrowingLayer()
+        grown = GrowingLayer()
         if layer.is_initialized:
-            begun.begin(layer.keys[:, :, :shared], layer.values[:, :, :shared])
-        cache.layers.append(begun)
+            grown.begin(layer.keys[:, :, :shared], layer.values[:, :, :shared])
+        cache.layers.append(grown)
     return cache, shared if layers else 0
 
 

@@ -64,10 +64,10 @@ class Ledger:
             return [path for path, notes in self._notes.items() if (notes.get("expires_at") or now) < now]
 
     def _set(self, of: str, notes: Mapping[str, Any]) -> None:
-        said = {key: value for key, value in notes.items() if value is not None}
-        if said == self._notes.get(of, {}):
+        entry = {key: value for key, value in notes.items() if value is not None}
+        if entry == self._notes.get(of, {}):
             return
-        self._notes = {key: value for key, value in self._notes.items() if key != of} | ({of: said} if said else {})
+        self._notes = {key: value for key, value in self._notes.items() if key != of} | ({of: entry} if entry else {})
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_file(self._path, json.dumps(self._notes, indent=1))
 
