@@ -75,11 +75,5 @@ class Preempted(DualtuneError):
     again = "Run the same command again to continue."
 
 
-class Abandoned(Preempted):
-    """A signal stopped work of which nothing is kept."""
-
-    again = "Nothing is kept of it: the same command starts it again."
-
-
 class Paused(Preempted):
     """A run has reached the step after which it was to pause, and its state is saved."""

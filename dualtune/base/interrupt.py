@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Generator
 from types import FrameType
 
-from dualtune.base.errors import Abandoned, Preempted
+from dualtune.base.errors import Preempted
 
 TERMINATION = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ALL = (*TERMINATION, signal.SIGINT, signal.SIGHUP)
@@ -25,6 +25,13 @@ ALL = (*TERMINATION, signal.SIGINT, signal.SIGHUP)
 GRACE_S = 5.0
 
 Abandon = Callable[[], bool]
+
+
+class Abandoned(Preempted):
+    """A signal stopped work of which nothing is kept."""
+
+    again = "Nothing is kept of it: the same command starts it again."
+
 
 _received: signal.Signals | None = None
 _handling = False
@@ -40,11 +47,11 @@ _polling = _Polling()
 
 @contextlib.contextmanager
 def handled(
-    signals: tuple[signal.Signals, ...] = ALL, abandon: Abandon | None = None, *, error: type[Preempted] | None = None
+    signals: tuple[signal.Signals, ...] = ALL, abandon: Abandon | None = None, *, error: type[Preempted] = Preempted
 ) -> Generator[None]:
     """Let the signals set the flag. Do nothing inside another such block or outside the main thread.
 
-    `error`: what a stop raises, Preempted unless there is never anything to save.
+    `error`: what a stop raises, Abandoned where the same command would not continue.
 
     If a signal gets no answer, `abandon` is called in another thread: it cleans up and returns True if the process may
     be ended, or False if there is still something to save.
@@ -55,7 +62,7 @@ def handled(
         return
     caught = [s for s in signals if s != signal.SIGHUP or signal.getsignal(s) in (signal.SIG_DFL, _end_early)]
     before = {s: signal.signal(s, _handle) for s in caught}
-    _handling, _error = True, error or (Abandoned if abandon is always else Preempted)
+    _handling, _error = True, error
     try:
         with _ended_if_unanswered(frozenset(caught), abandon) if abandon else contextlib.nullcontext():
             yield

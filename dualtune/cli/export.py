@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dualtune.base import interrupt
-from dualtune.base.errors import Abandoned, ConfigError
+from dualtune.base.errors import ConfigError
 from dualtune.base.text import in_columns
 from dualtune.cli.adapter_sets import base_of, system_messages
 from dualtune.cli.options import (
@@ -67,7 +67,7 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # also in dualtune.use.ex
 @other_base_option
 @platform_option
 @json_option
-@interrupt.handled(interrupt.TERMINATION, error=Abandoned)
+@interrupt.handled(interrupt.TERMINATION, error=interrupt.Abandoned)
 def command(
     directory: Path, out: Path | None, base: str | None, target: str, quantize: str | None, dtype: str,
     name: str | None, system: str | None, no_system: bool, llama_cpp: Path | None, without_loss: bool,

@@ -64,7 +64,8 @@ def test_the_files_of_a_merged_model_name_the_end_of_a_turn(
     assert done.returncode == 0, done.stderr
     if "mlx" in words:
         assert "written as mlx: from base and adapter" in done.stdout and "as none" not in done.stdout
-        assert "begin writing mlx, none\nbegin computing the prompts with the model just written\n" in done.stdout
+        begun = {"begin writing mlx, none", "begin computing the prompts with the model just written"}
+        assert begun <= {*done.stdout.splitlines()}
     assert_stops(tmp_path / "out")
     assert eos_of(tmp_path / "out", "generation_config.json", "temperature") == 0.5
     assert eos_of(base, "config.json") == EOS  # the base's own files stay as they are

@@ -10,7 +10,6 @@ import time
 import pytest
 
 from dualtune.base import interrupt
-from dualtune.base.errors import Abandoned
 from dualtune.cli import export
 
 LENGTH = 3_000_000  # characters, for hours
@@ -90,7 +89,7 @@ def test_an_export_that_is_stopped_says_that_it_begins_anew(monkeypatch, tmp_pat
         interrupt.poll()
 
     monkeypatch.setattr(export, "_run_of", stopped)
-    with pytest.raises(Abandoned):
+    with pytest.raises(interrupt.Abandoned):
         export.command.main([str(tmp_path), "--to", "hf"], standalone_mode=False)
 
 
