@@ -288,8 +288,9 @@ class _Export:
 
         None, with a note, for a GGUF that nothing here can compute.
         """
-        self._begin("computing", f"the prompts with the {written.suffix[1:].upper() or 'model'} just written")
-        if written.suffix != ".gguf":
+        is_gguf = written.suffix == ".gguf"
+        self._begin("computing", f"the prompts with the {'GGUF' if is_gguf else 'model'} just written")
+        if not is_gguf:
             return deviation(expected, self._logprobs(written))
         assert self._llama_cpp is not None
         if self._llama_cpp.computes:
