@@ -57,8 +57,6 @@ def test_runs_tells_done_preempted_failed_and_running(dualtune_main, config_file
     assert (found["done"]["model"].endswith("softmax"), found["done"]["learning_rate"]) == (True, 0.01)
     assert found["done"]["date"].startswith("20") and found["done"]["date"].endswith("+00:00")
     assert found["killed"]["checkpoint"] == 2
-    *_, last = (json.loads(row)["time"] for row in (tmp_path / "runs/killed/metrics.jsonl").read_text().splitlines())
-    assert found["killed"]["date"][:19] == last[:19] >= found["killed"]["start"][:19]
     assert found["killed"]["reason"].endswith(" was killed; the same command resumes it after step 2")
     wording(found["failed"]["reason"])
     assert (found["preempted"]["step"], found["preempted"]["checkpoint"]) == (1, 1)
@@ -139,6 +137,15 @@ def test_a_lock_file_of_wrong_types_hides_no_run(made, states, lock, wording):
     assert found["good"]["state"] == "done"
     assert (found["bad"]["state"], found["bad"]["loss"]) == ("failed", 1.5)
     wording(found["bad"]["reason"])
+
+
+def test_a_run_that_left_no_word_of_its_end_is_dated_by_its_last_row(made, states):
+    for name, state in (("killed", "running"), ("done", "done")):
+        with (made(name, lock={"state": state}) / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"time": "2026-01-02T04:00:00.500+00:00", "step": 3, "loss": 1.0}) + "\n")
+    began = "2026-01-02T03:04:05+00:00"
+    assert (states()["killed"]["start"], states()["killed"]["date"]) == (began, "2026-01-02T04:00:00+00:00")
+    assert states()["done"]["date"] == began
 
 
 def test_a_lock_file_of_a_newer_version_is_read(made, states):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import LoadRequest, get_backend
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.conformance import assert_close, gradient
@@ -19,6 +20,7 @@ pytest.importorskip("bitsandbytes")
 import tiny_families  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 
+from dualtune_torch.weights import by_module  # noqa: E402
 from dualtune_torch.weights.direct_reads import READ  # noqa: E402
 from dualtune_torch.weights.frozen import weight_of  # noqa: E402
 from dualtune_torch.weights.nf4 import is_nf4  # noqa: E402
@@ -113,6 +115,13 @@ def test_what_is_no_single_tensor_of_the_files_is_read_and_packed_too(tmp_path, 
     assert engine.description.num_parameters == plain.description.num_parameters
     a, b = (at_tokens(trained(each).logprobs(BATCH)) for each in (engine, with_numbers_of(engine, plain)))
     assert np.abs(a - b).max() <= tolerances.LOGPROBS
+
+
+def test_a_parameter_that_is_made_in_an_unknown_way_is_refused_by_name(tmp_path, monkeypatch):
+    model = tiny_families.write_family("llama", tmp_path / "model")
+    monkeypatch.setattr(by_module.TensorReader, "can_fill", lambda self, name: "layers.1.mlp.up_proj" not in name)
+    with pytest.raises(ConfigError, match=r"got 'int8', .* makes model\.layers\.1\.mlp\.up_proj\.weight of"):
+        load(model, "int8")
 
 
 def test_rwkv_divides_no_weight_beside_its_adapter(tmp_path):
