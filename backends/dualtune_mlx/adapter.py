@@ -70,11 +70,11 @@ class WholeModel(Bound):
 
     def state(self) -> Tensors:
         """Return copies of what is bound, float32, those of experts one by one."""
-        found: Tensors = {}
+        tensors: Tensors = {}
         for name, array in self.bound.items():
             values = np.array(array.astype(mx.float32))
-            found |= dict(zip(members(name, len(values)), values, strict=True)) if is_stack(name) else {name: values}
-        return dict(sorted(found.items()))
+            tensors |= dict(zip(members(name, len(values)), values, strict=True)) if is_stack(name) else {name: values}
+        return dict(sorted(tensors.items()))
 
     @property
     def stacks(self) -> list[str]:
@@ -85,8 +85,8 @@ class WholeModel(Bound):
         """Return the names of what the parameters of these modules, and of those inside them, are made of."""
         inside = {id(part) for module in modules for part in module.modules()}
         names = [name for name, owners in self._owners.items() if any(id(owner) in inside for owner, _ in owners)]
-        made = {} if self._made is None else self._made.sources
-        sources = (made[path] for path, (owner, _) in self._made_owners.items() if id(owner) in inside)
+        of_made = {} if self._made is None else self._made.sources
+        sources = (of_made[path] for path, (owner, _) in self._made_owners.items() if id(owner) in inside)
         return [*dict.fromkeys((*names, *itertools.chain(*sources)))]
 
     def bind(self, params: Mapping[str, mx.array]) -> None:
@@ -116,21 +116,21 @@ class WholeModel(Bound):
 
 def _stacks(model: nn.Module, base: BaseWeights, paths: Collection[str]) -> dict[str, str]:
     """Return the name of the stack that each of these parameters is, for experts that the files hold one by one."""
-    found: dict[str, str] = {}
+    stacks: dict[str, str] = {}
     for path, places in expert_places(model, base).items():
         expert = expert_of(places[0].tensor)
         tensors = [place.tensor for place in places]
         if f"{path}.weight" in paths and expert and tensors == members(expert.stack, len(places)):
-            found[f"{path}.weight"] = expert.stack
-    return found
+            stacks[f"{path}.weight"] = expert.stack
+    return stacks
 
 
 def _made(model: nn.Module, base: BaseWeights, paths: Collection[str]) -> MadeParameters:
     """Return what makes these parameters of the tensors of the files, but for constants."""
-    made = MadeParameters(model, base, paths)
-    if made.unknown:
-        raise _cannot(made.unknown)
-    return made.without(is_constant)
+    parameters = MadeParameters(model, base, paths)
+    if parameters.unknown:
+        raise _cannot(parameters.unknown)
+    return parameters.without(is_constant)
 
 
 def _check(made: Mapping[str, mx.array], arrays: Mapping[str, mx.array]) -> None:

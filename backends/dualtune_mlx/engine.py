@@ -99,14 +99,14 @@ class MlxEngine:
         of_stacks: dict[str, list[FilePlace]] = {}
         if weights is not None and request.adapter.names_experts:
             of_stacks = expert_places(model, weights)
-            names |= {path: expert_stack(found, role_of(path)) for path, found in of_stacks.items()}
+            names |= {path: expert_stack(own_places, role_of(path)) for path, own_places in of_stacks.items()}
         self._layers: dict[str, AdaptedLayer] = {}
         if whole is None:
             self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
         self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
-        for path, found in of_stacks.items():
+        for path, own_places in of_stacks.items():
             if names[path] in self._layers:
-                self._places |= dict(zip(members(names[path], len(found)), found, strict=True))
+                self._places |= dict(zip(members(names[path], len(own_places)), own_places, strict=True))
         if resident:
             check_resident(request.adapter.beside)
         self._beside = train_beside(model, request.adapter.beside, weights, self._layers)
@@ -126,8 +126,8 @@ class MlxEngine:
         self._tensors = FlatLayout(shapes_apart(self._layout.shapes))
         self.adapter_shapes = request.adapter.state_shapes(self._tensors.shapes)
         # A start that is kept lies in an array of its own.
-        kept = {name: shape for name, shape in self._layout.shapes.items() if rank_axis(name) and start}
-        self._start_layout, self._start_tensors = FlatLayout(kept), FlatLayout(shapes_apart(kept))
+        starts = {name: shape for name, shape in self._layout.shapes.items() if rank_axis(name) and start}
+        self._start_layout, self._start_tensors = FlatLayout(starts), FlatLayout(shapes_apart(starts))
         self._start = from_numpy(start, self._start_tensors)
         self._masters = DTYPES[request.adapter.master_weights]
         self._params = from_numpy(fresh, self._tensors).astype(self._masters)
@@ -285,9 +285,9 @@ class MlxEngine:
         with self._evaluating(batch, inputs), self._dropout(inputs):
             if self._kernels.loss is None:
                 return np.array(target_logprobs(self._logits(inputs), inputs["labels_BT"]))
-            found_N = cross_entropy.target_logprobs(*self._at_targets(self._kernels.loss, inputs))
+            logprobs_N = cross_entropy.target_logprobs(*self._at_targets(self._kernels.loss, inputs))
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
-        logprobs_BT[batch.is_target_BT] = np.array(found_N)[: batch.num_targets]  # padding follows them
+        logprobs_BT[batch.is_target_BT] = np.array(logprobs_N)[: batch.num_targets]  # padding follows them
         return logprobs_BT
 
     def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -305,11 +305,11 @@ class MlxEngine:
         inputs, where = self._inputs(batch), np.flatnonzero(batch.is_target_BT)
         with self._evaluating(batch, inputs):
             if self._kernels.loss is None:
-                found_N = self._logits(inputs).argmax(axis=-1).flatten()[mx.array(where)]
+                ids_N = self._logits(inputs).argmax(axis=-1).flatten()[mx.array(where)]
             else:
-                found_N = cross_entropy.most_probable(*self._at_targets(self._kernels.loss, inputs))
+                ids_N = cross_entropy.most_probable(*self._at_targets(self._kernels.loss, inputs))
         tokens_BT = np.full(batch.is_target_BT.shape, -1, np.int32)
-        tokens_BT.flat[where] = np.array(found_N)[: len(where)]  # padding follows them
+        tokens_BT.flat[where] = np.array(ids_N)[: len(where)]  # padding follows them
         return tokens_BT
 
     def hidden_states(self, batch: Batch) -> np.ndarray:
@@ -495,8 +495,8 @@ class MlxEngine:
     def _bind_anew(self) -> None:
         """Compute with weights that have changed, and with what follows from them."""
         self._bind()
-        found = {f"{DERIVED}{path}": layer.derived(self._dtype) for path, layer in self._layers.items()}
-        self._derived = {name: array for name, array in found.items() if array is not None}
+        derived = {f"{DERIVED}{path}": layer.derived(self._dtype) for path, layer in self._layers.items()}
+        self._derived = {name: array for name, array in derived.items() if array is not None}
         self._bind_derived(self._derived)
         mx.async_eval(self._derived)
 

@@ -188,9 +188,9 @@ def expert_places(model: nn.Module, base: BaseWeights) -> dict[str, list[FilePla
         parent, count = container.rpartition(".")[0], cast(Any, module).num_experts
         for name in (name for name, its in ROLES.items() if its == role):
             single = [stored.get(n) for n in members(f"{parent}.experts.{ALL}.{name}.weight", count)]
-            found = [name for name in single if name is not None]
-            if len(found) == count and all(base.tensors[n].shape == shape for n in found):
-                places[path] = [FilePlace(name) for name in found]
+            names = [name for name in single if name is not None]
+            if len(names) == count and all(base.tensors[n].shape == shape for n in names):
+                places[path] = [FilePlace(name) for name in names]
         if path in places:
             continue
         if (own := stored.get(f"{within_stack(path)}.weight")) is not None:

@@ -188,13 +188,13 @@ def add_layers(
     """
     layers, experts = import_module(f"dualtune_mlx.{spec.layer}"), import_module("dualtune_mlx.experts")
     of_experts = getattr(layers, "EXPERTS", experts.ExpertLoRA)
-    known = names or {}
-    paths = {known.get(path, canonical_name(path)): path for path in adaptable_layers(model)}
+    canonical = names or {}
+    paths = {canonical.get(path, canonical_name(path)): path for path in adaptable_layers(model)}
     modules = dict(model.named_modules())
     linear = {name: modules[path] for name, path in paths.items()}
     shapes = {path: linear_shape(layer) for path, layer in linear.items()}
     stacked: Mapping[str, Any] = experts.projections(model) if spec.names_experts else {}
-    of_stacks: dict[str, str] = {known.get(path) or experts.stack_path(path): path for path in stacked}
+    of_stacks: dict[str, str] = {canonical.get(path) or experts.stack_path(path): path for path in stacked}
     for name, path in of_stacks.items():
         shape: tuple[int, int] = experts.shape_of(stacked[path])
         shapes |= dict.fromkeys(members(name, stacked[path].num_experts), shape)
@@ -211,10 +211,10 @@ def add_layers(
         wrapped[path] = layers.LAYER(linear[path], path, spec, seeds, shared.get(reads) if group else None)
         shared[reads] = wrapped[path].shared
     adapters: dict[str, Any] = {}
-    for stack, found in stacks_of(name for name in selected if name not in linear).items():
+    for stack, numbered in stacks_of(name for name in selected if name not in linear).items():
         base = stacked[of_stacks[stack]]
-        check_whole(stack, found, base.num_experts)
-        check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in found})
+        check_whole(stack, numbered, base.num_experts)
+        check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in numbered})
         adapters[of_stacks[stack]] = wrapped[stack] = of_experts(base, stack, spec, seeds)
     if spec.dropout:
         experts.tell_routing(model, adapters)

@@ -241,16 +241,16 @@ class ByTensor(FlatOptimizer):
             slots |= _numbered_as(i, own)
 
     def read(self, slots: Arrays) -> Arrays:
-        found: dict[str, Arrays] = {slot: {} for slot in self._names}
+        of_slots: dict[str, Arrays] = {slot: {} for slot in self._names}
         for i, stack in enumerate(self._stacks):
             for slot, values in _of_number(slots, i).items():
-                found[slot] |= zip(stack.names, values, strict=True)
-        return {slot: layout.flat(found[slot]) for slot, layout in self._slot_layouts.items()}
+                of_slots[slot] |= zip(stack.names, values, strict=True)
+        return {slot: layout.flat(of_slots[slot]) for slot, layout in self._slot_layouts.items()}
 
     def load(self, values: Arrays, step: int) -> Arrays:
-        found = {slot: layout.named(values[slot]) for slot, layout in self._slot_layouts.items()}
+        named = {slot: layout.named(values[slot]) for slot, layout in self._slot_layouts.items()}
         return _numbered(
-            [{slot: mx.stack([found[slot][name] for name in stack.names]) for slot in stack.slots}
+            [{slot: mx.stack([named[slot][name] for name in stack.names]) for slot in stack.slots}
              for stack in self._stacks]
         )  # fmt: skip
 

@@ -59,12 +59,12 @@ class AdapterBuffer:
         self.flat.grad_dtype = torch.float32
         self.flat.grad = torch.zeros(size, device=device)
         self.masters, self.grads = _views(self.flat.detach(), shapes), _views(self.flat.grad, shapes)
-        kept = {name: shape for name, shape in shapes.items() if starts and rank_axis(name)}
-        self._start_shapes = shapes_apart(kept)
-        self._start = torch.zeros(sum(map(math.prod, kept.values())), device=device)
-        self.start = _views(self._start, kept)
-        wide = {**shapes, **scaled_ranks(kept, 2, 1)}
-        if dtype == masters and not kept:
+        start_shapes = {name: shape for name, shape in shapes.items() if starts and rank_axis(name)}
+        self._start_shapes = shapes_apart(start_shapes)
+        self._start = torch.zeros(sum(map(math.prod, start_shapes.values())), device=device)
+        self.start = _views(self._start, start_shapes)
+        wide = {**shapes, **scaled_ranks(start_shapes, 2, 1)}
+        if dtype == masters and not start_shapes:
             self._compute = self.flat.detach()
         else:
             self._compute = torch.empty(sum(map(math.prod, wide.values())), device=device, dtype=dtype)
@@ -107,13 +107,13 @@ class AdapterBuffer:
 
     def apart(self, tensors: Tensors) -> Tensors:
         """Return tensors by the names of states: those by the names of parameters are taken apart."""
-        found: Tensors = {}
+        parts: Tensors = {}
         for name, tensor in tensors.items():
             shapes = self._parts.get(name, {})
             # A tensor that is its parameter may have a slot of the same size and another shape.
             is_whole = name not in shapes and tensor.size == sum(map(math.prod, shapes.values()))
-            found |= to_numpy(torch.from_numpy(tensor.ravel()), shapes) if shapes and is_whole else {name: tensor}
-        return found
+            parts |= to_numpy(torch.from_numpy(tensor.ravel()), shapes) if shapes and is_whole else {name: tensor}
+        return parts
 
 
 def fill(into: Tensor, shapes: Shapes, state: Tensors) -> None:

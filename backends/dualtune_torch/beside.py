@@ -237,10 +237,10 @@ def _weight(table: nn.Module) -> Tensor:
 def _check_embedding(embedding: nn.Module, ids: Collection[int], values_nD: Tensor) -> None:
     factor = factor_of(embedding)
     with torch.no_grad():
-        found_nD = embedding(torch.tensor([*ids], device=values_nD.device))
-        expected_nD = values_nD.to(found_nD.dtype)
-        expected_nD = expected_nD if factor is None else expected_nD * factor.to(found_nD)
-    if found_nD.shape != expected_nD.shape or not torch.equal(found_nD, expected_nD):
+        actual_nD = embedding(torch.tensor([*ids], device=values_nD.device))
+        expected_nD = values_nD.to(actual_nD.dtype)
+        expected_nD = expected_nD if factor is None else expected_nD * factor.to(actual_nD)
+    if actual_nD.shape != expected_nD.shape or not torch.equal(actual_nD, expected_nD):
         raise ConfigError(
             f"adapter.train_rows: the embedding of this model ({type(embedding).__name__}) computes more than its "
             "rows. Use adapter.train_modules"

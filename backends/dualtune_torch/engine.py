@@ -284,12 +284,12 @@ class TorchEngine:
             return _numpy(target_logprobs(output, inputs.labels_BT))
         hidden_MD = self._target_states(output, inputs)
         with whole(head):
-            found_M = cross_entropy.target_logprobs(
+            logprobs_M = cross_entropy.target_logprobs(
                 hidden_MD, weight_of(head, hidden_MD.dtype), head.bias, inputs.labels_M, self._scaling(inputs),
                 self._kernels.maybe_compile, self._kernels.rows,
             )  # fmt: skip
         logprobs_BT = np.zeros(batch.labels_BT.shape, np.float32)
-        logprobs_BT[batch.is_target_BT] = _numpy(found_M)
+        logprobs_BT[batch.is_target_BT] = _numpy(logprobs_M)
         return logprobs_BT
 
     def most_probable(self, batch: Batch) -> np.ndarray:
@@ -298,8 +298,8 @@ class TorchEngine:
         return tokens_BT
 
     def top_logprobs(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
-        found_M2k = _numpy(self._of_target_logits(batch, partial(top_of_logits, k=k)))
-        return most_probable_first(found_M2k[:, 1].astype(np.int32), found_M2k[:, 0].astype(np.float32))
+        top_M2k = _numpy(self._of_target_logits(batch, partial(top_of_logits, k=k)))
+        return most_probable_first(top_M2k[:, 1].astype(np.int32), top_M2k[:, 0].astype(np.float32))
 
     def _of_target_logits(self, batch: Batch, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a function of the float32 logits [R, V] of the targets, [M, …]; the logits of a few rows at a time."""
@@ -610,15 +610,15 @@ def _placed_layers(
     places = find_places(model, weights, shapes) if weights is not None else {}
     names = canonical_names(places)
     of_stacks = expert_places(model, weights) if weights is not None and request.adapter.names_experts else {}
-    names |= {path: expert_stack(found, path.rpartition(".")[2]) for path, found in of_stacks.items()}
+    names |= {path: expert_stack(own_places, path.rpartition(".")[2]) for path, own_places in of_stacks.items()}
     layers = add_layers(model, request.adapter, seeds, names)
     placed = {names[path]: place for path, place in places.items() if names[path] in layers}
-    for path, found in of_stacks.items():
+    for path, own_places in of_stacks.items():
         if names[path] in layers:
-            placed |= dict(zip(members(names[path], len(found)), found, strict=True))
+            placed |= dict(zip(members(names[path], len(own_places)), own_places, strict=True))
     if weights is not None:
-        found = {path for path in layers if path in placed or path in names.values()}
-        check_places(layers, found, "transformers")
+        known_paths = {path for path in layers if path in placed or path in names.values()}
+        check_places(layers, known_paths, "transformers")
     return layers, placed, {names.get(path, path): path for path in shapes}
 
 

@@ -137,10 +137,10 @@ def expert_modules(model: PreTrainedModel, *, strict: bool = True) -> dict[str, 
 
     One that is computed by code of its family's own is left out, or `strict`, a ConfigError.
     """
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         if isinstance(module, AdaptedExperts):
-            found[path] = cast(nn.Module, module.base)
+            modules[path] = cast(nn.Module, module.base)
             continue
         stacked = any(p.dim() == 3 for p in module.parameters(recurse=False))
         if not is_expert(path) or not (stacked or type(module).__name__ in OWN_CODE):
@@ -155,8 +155,8 @@ def expert_modules(model: PreTrainedModel, *, strict: bool = True) -> dict[str, 
                 "Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3, GLM-4-MoE and gpt-oss; Llama 4 and LongCat Flash. Set "
                 "adapter.experts: false, which adapts the other linear layers of this model"
             )
-        found[path] = module
-    return found
+        modules[path] = module
+    return modules
 
 
 def projections(model: PreTrainedModel, *, strict: bool = True) -> dict[str, Projection]:
@@ -198,5 +198,5 @@ def packed(experts: nn.Module, dtype: torch.dtype, make: Callable[[Tensor, None]
 def has_common_code(path: str, module: nn.Module) -> bool:
     """Return whether a module holds stacked experts in the form that transformers' families share."""
     stacked = {name for name, p in module.named_parameters(recurse=False) if p.dim() == 3}
-    known = {GATE_UP, UP_WEIGHT, DOWN_WEIGHT}
-    return bool(stacked) and stacked <= known and hasattr(module, "has_post_expert_norm") and path.endswith("experts")
+    weights = {GATE_UP, UP_WEIGHT, DOWN_WEIGHT}
+    return bool(stacked) and stacked <= weights and hasattr(module, "has_post_expert_norm") and path.endswith("experts")

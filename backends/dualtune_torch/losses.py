@@ -54,13 +54,13 @@ def by_rows(
 
     `own`: rows of the head that are trained.
     """
-    found: list[Tensor] = []
+    values: list[Tensor] = []
     for hidden_RD in hidden_MD.split(LOSS_ROWS[hidden_MD.device.type]):
         logits_RV = linear(hidden_RD, head_VD, bias_V)
         if own is not None:
             own.write_logits(logits_RV, hidden_RD, bias_V)
-        found.append(function(scaling.of(logits_RV)))
-    return torch.cat(found)
+        values.append(function(scaling.of(logits_RV)))
+    return torch.cat(values)
 
 
 def top_of_logits(logits_RV: Tensor, k: int) -> Tensor:

@@ -90,8 +90,8 @@ def adaptable_layers(model: PreTrainedModel) -> dict[str, FrozenLinear]:
     tied = {name.removesuffix(".weight") for name in pairs}
     stacks = [module for module in model.modules() if isinstance(module, PackedStack)]
     of_experts = {id(layer) for stack in stacks for layer in stack.layers}
-    found = {p: m for p, m in model.named_modules() if id(m) not in of_experts and is_linear(m)} | routers(model)
-    return {path: cast(FrozenLinear, layer) for path, layer in found.items() if path not in tied}
+    layers = {p: m for p, m in model.named_modules() if id(m) not in of_experts and is_linear(m)} | routers(model)
+    return {path: cast(FrozenLinear, layer) for path, layer in layers.items() if path not in tied}
 
 
 def add_layers(
@@ -120,10 +120,10 @@ def add_layers(
         is_router = not is_linear(linear[paths[name]])
         model.set_submodule(paths[name], AdaptedRouter(cast(Any, layer), name, spec) if is_router else layer)
     adapters = {}
-    for stack, found in stacks_of(name for name in selected if name not in paths).items():
+    for stack, modules in stacks_of(name for name in selected if name not in paths).items():
         projection = stacked[of_stacks[stack]]
-        check_whole(stack, found, projection.count)
-        check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in found})
+        check_whole(stack, modules, projection.count)
+        check_stackable(spec.method, stack, {(spec.rank_of(m), spec.alpha_of(m)) for m in modules})
         adapters[of_stacks[stack]] = wrapped[stack] = of_experts(projection, stack, spec, seeds)
     experts.wrap(model, adapters, seeds)
     return dict(sorted(wrapped.items()))

@@ -138,8 +138,8 @@ def find_routers(model: PreTrainedModel) -> list[nn.Module]:
 def _recorded(module: nn.Module) -> Iterator[type[nn.Module]]:
     """Yield the classes that a model records the logits of routers of."""
     outputs = cast("Mapping[str, Any]", getattr(module, "_can_record_outputs", None) or {})
-    found = outputs.get("router_logits")
-    recorders: list[Any] = found if isinstance(found, list) else [found]
+    logits = outputs.get("router_logits")
+    recorders: list[Any] = logits if isinstance(logits, list) else [logits]
     for recorder in recorders:
         kind = getattr(recorder, "target_class", None)
         if kind and recorder.index == RECORDED.get(kind.__name__, 0):

@@ -244,8 +244,8 @@ def did_you_mean_path(path: str | Path) -> str:
         return ""
     stem = missing.stem.lower()
     alike = {name.lower(): name for name in names if closest(stem, [Path(name).stem.lower()], ALIKE)}
-    found = closest(missing.name.lower(), [name for name in alike if not name.startswith(".")], ALIKE)
-    there = None if found is None else missing.parent / alike[found] / path.relative_to(missing)
+    nearest = closest(missing.name.lower(), [name for name in alike if not name.startswith(".")], ALIKE)
+    there = None if nearest is None else missing.parent / alike[nearest] / path.relative_to(missing)
     return f". {did_you_mean(str(there))}" if there is not None and there.exists() else ""
 
 

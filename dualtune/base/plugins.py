@@ -45,14 +45,14 @@ def installed(
     make, origin = registered(group, name, key=key, others=others, page=page)
 
     def made_of(config: Any) -> Any:
-        made = make(config)
-        if missing := [part for part in parts if not hasattr(made, part)]:
-            raise ConfigError(f"{origin} returned a {type(made).__name__} without {', '.join(missing)}")
-        if made.name != name:
-            raise ConfigError(f"{origin} has the name {made.name!r}, it must be that of its entry point")
-        if fault := fault_of(made):
+        product = make(config)
+        if missing := [part for part in parts if not hasattr(product, part)]:
+            raise ConfigError(f"{origin} returned a {type(product).__name__} without {', '.join(missing)}")
+        if product.name != name:
+            raise ConfigError(f"{origin} has the name {product.name!r}, it must be that of its entry point")
+        if fault := fault_of(product):
             raise ConfigError(f"{origin} {fault}")
-        return made
+        return product
 
     return made_of
 

@@ -132,10 +132,10 @@ def attention_command(
         f"{tokens:,} tokens, {heads} heads of {head_size}, {kv_heads} of keys and values, {dtype}, forward + backward\n"
     )
     rows = [("attention", "time", "of eager", "peak memory", "of eager")]
-    for name, found in result["works"].items():
+    for name, figures in result["works"].items():
         rows.append((
-            name, f"{found['ms']:.1f} ms", f"{found['time_ratio']:.2f}", in_bytes(found["peak_bytes"]),
-            f"{found['memory_ratio']:.1%}",
+            name, f"{figures['ms']:.1f} ms", f"{figures['time_ratio']:.2f}", in_bytes(figures["peak_bytes"]),
+            f"{figures['memory_ratio']:.1%}",
         ))  # fmt: skip
     tell(in_columns(rows))
     if device.kind == "cpu":

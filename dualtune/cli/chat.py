@@ -241,9 +241,9 @@ def _typed() -> Iterator[Typed]:
     if is_typed:
         _prepare_editing()
     while line := _next_line(is_typed):
-        begun = line.lstrip()
-        if marks := next((marks for marks in AROUND if begun.startswith(marks[0])), None):
-            typed = Typed(_block(begun.removeprefix(marks[0]), marks[1], is_typed))
+        beginning = line.lstrip()
+        if marks := next((marks for marks in AROUND if beginning.startswith(marks[0])), None):
+            typed = Typed(_block(beginning.removeprefix(marks[0]), marks[1], is_typed))
         else:
             text = line.strip()
             typed = Typed(text, is_command=text.startswith("/") and "\n" not in text)

@@ -207,18 +207,18 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
     from dualtune.data.tokens.masks import check_lost_text
     from dualtune.data.tokens.tokenize import TokenizedRow
 
-    found = Findings()
+    findings = Findings()
     failure: str | None = None
     refusal: str | None = None
     try:
         for row in stream.rows:
-            found.num_rows += 1
+            findings.num_rows += 1
             if isinstance(row, TokenizedRow | Example):
-                found.notices.update(row.notices)
+                findings.notices.update(row.notices)
             if isinstance(row, TokenizedRow):
-                found.add_tokens(row)
+                findings.add_tokens(row)
             elif isinstance(row, BadRow) and not isinstance(row, Tie):
-                text, is_shown = one_line(redact(str(row))), found.add_bad(row)
+                text, is_shown = one_line(redact(str(row))), findings.add_bad(row)
                 if listing:
                     listing.write(f"{text}\n")
                 if is_shown and not silent:
@@ -229,28 +229,28 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
             say("\n".join(map(one_line, failure.split("\n"))))
     # Text that is lost everywhere is no fault of a row, but of the format: it is judged over all rows.
     try:
-        check_lost_text(found.notices, found.num_good, stream.name, accept=stream.accepts_lost_text)
+        check_lost_text(findings.notices, findings.num_good, stream.name, accept=stream.accepts_lost_text)
     except DataError as error:
         refusal = redact(str(error))
     if not silent:
-        _say_what_repeats(found, refusal, listing)
-    return _report(stream, found, failure, refusal)
+        _say_what_repeats(findings, refusal, listing)
+    return _report(stream, findings, failure, refusal)
 
 
-def _say_what_repeats(found: Findings, refusal: str | None, listing: TextIO | None) -> None:
+def _say_what_repeats(findings: Findings, refusal: str | None, listing: TextIO | None) -> None:
     """Say once what many rows have, after the first rows of each kind."""
     from dualtune.data.sources.rows import advice_for
     from dualtune.data.tokens.masks import sentences
 
-    _say_kinds(found.kinds, listing)
-    messages = [*sentences(found.notices, found.num_good), *([refusal] if refusal else [])]
+    _say_kinds(findings.kinds, listing)
+    messages = [*sentences(findings.notices, findings.num_good), *([refusal] if refusal else [])]
     if messages:
         say("\n".join(map(one_line, messages)))
-    if way := advice_for(found.kinds):
+    if way := advice_for(findings.kinds):
         say(way)
 
 
-def _report(stream: Stream, found: Findings, failure: str | None, refusal: str | None) -> dict[str, Any]:
+def _report(stream: Stream, findings: Findings, failure: str | None, refusal: str | None) -> dict[str, Any]:
     """Return what --json has of a source."""
     from dualtune.data.documents import REASONS
     from dualtune.data.tokens.masks import LOST, TOLD
@@ -259,17 +259,17 @@ def _report(stream: Stream, found: Findings, failure: str | None, refusal: str |
     return {
         "path": stream.path,
         "role": stream.role,
-        "rows": found.num_rows,
-        "bad": found.num_bad,
-        "problems": found.problems,
+        "rows": findings.num_rows,
+        "bad": findings.num_bad,
+        "problems": findings.problems,
         "error": failure,
-        "cut": found.states[State.CUT],
-        "split": found.states[State.SPLIT],
-        "control_text": {"rows": found.num_control, "first": found.control},
-        "lost_text": {kind: number for kind, number in found.notices.items() if kind in LOST | TOLD},
-        "notices": {kind: number for kind, number in found.notices.items() if kind not in LOST | TOLD},
+        "cut": findings.states[State.CUT],
+        "split": findings.states[State.SPLIT],
+        "control_text": {"rows": findings.num_control, "first": findings.control},
+        "lost_text": {kind: number for kind, number in findings.notices.items() if kind in LOST | TOLD},
+        "notices": {kind: number for kind, number in findings.notices.items() if kind not in LOST | TOLD},
         "refused": refusal,
-        "dropped": {reason: found.states[state] for state, reason in REASONS.items() if found.states[state]},
+        "dropped": {reason: findings.states[state] for state, reason in REASONS.items() if findings.states[state]},
         "preferences": _preferences(stream.preferences),
     }
 

@@ -117,11 +117,11 @@ def _show(
         tell(f"\n{title}")
         shown.begin("generating", "answers")
         for example in examples[:SHOWN]:
-            asked = answer(model, example, max_tokens=MAX_TOKENS)
-            tell(f"  asked     {asked.prompt}\n  answered  {asked.got}")
-            if result := demo.result(asked.got):
+            reply = answer(model, example, max_tokens=MAX_TOKENS)
+            tell(f"  asked     {reply.prompt}\n  answered  {reply.got}")
+            if result := demo.result(reply.got):
                 tell(f"  gives     {result}")
-            tell(f"  expected  {asked.expected}\n")
+            tell(f"  expected  {reply.expected}\n")
         shown.begin("evaluating", "exact match")
         shares = {"exact match": exact_match(model, examples, config.data.max_length, shown.update)}
         if demo.score is not None:

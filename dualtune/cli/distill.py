@@ -83,12 +83,12 @@ def record_command(
     if recorded.num_continued:
         say(f"continued   {recorded.num_continued} documents were recorded before")
     say(f"recorded    {recorded.num_targets} targets with {top_k} tokens each, in {out}")
-    kept = [word for override in overrides for word in ("--set", shlex.quote(override))]
+    settings_options = [word for override in overrides for word in ("--set", shlex.quote(override))]
     words = [
         program(),
         "train",
         quoted(config),
-        *kept,
+        *settings_options,
         "--train.objective distill --distill.distributions",
         quoted(out),
     ]

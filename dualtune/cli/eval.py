@@ -300,13 +300,13 @@ class EvalRun:
         main = sides.get(TUNED) or sides[BASE]
         assert main.losses is not None
         for i, example in enumerate(examples[: self._options.limit]):
-            asked = question(model, example)
+            reply = question(model, example)
             texts = {name: side.answers[i] for name, side in sides.items()}
             right = is_right(main.scores[i])
             if main.exact is not None:
                 right = bool(main.exact[i]) if right is None else right and bool(main.exact[i])
             loss = mean_loss(*main.losses[i].tolist())
-            yield PredictedRow(asked.prompt, asked.expected, texts.get(BASE), texts.get(TUNED), right, loss)
+            yield PredictedRow(reply.prompt, reply.expected, texts.get(BASE), texts.get(TUNED), right, loss)
 
 
 def as_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -70,11 +70,11 @@ def config_from_options(overrides: Sequence[str]) -> Config | None:
     """
     from dualtune.config import load_config
 
-    given = _keys(overrides)
-    if not {"model.name", "data.train"} <= given.keys():
+    keys = _keys(overrides)
+    if not {"model.name", "data.train"} <= keys.keys():
         return None
     empty: dict[str, Any] = {"model": {"name": ""}, "data": {"train": ""}, "run": {"dir": ""}}
-    if "run.dir" in given:
+    if "run.dir" in keys:
         return load_config(empty, overrides)
     config = load_config(empty, [*overrides, "run.dir=runs/unnamed"])
     stems = (_place(config.model.name).name, _place(config.data.sources()[0].path).stem)

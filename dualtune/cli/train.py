@@ -60,8 +60,8 @@ def command(
     if hybrid is not None:
         overrides = ("hybrid.enabled=true", f"hybrid.preset={hybrid}", *overrides)
     overrides = with_short_options(short, overrides)
-    made = None if demo or config is not None else config_from_options(overrides)
-    if (config is not None, demo is not None, made is not None).count(True) != 1:
+    short_config = None if demo or config is not None else config_from_options(overrides)
+    if (config is not None, demo is not None, short_config is not None).count(True) != 1:
         raise click.UsageError("Give a config file, or --model and --data, or --demo (one of them).")
     if max_restarts and (config is None or dry_run):
         raise click.UsageError("--max-restarts is for a run with a config file, not for --demo or --dry-run.")
@@ -82,12 +82,12 @@ def command(
             return show_demo(DEMOS[demo], settings, backend_for(platform, at_once=True))
         from dualtune.config import load_config
 
-        if made is not None:
-            shown.tell(f"config      {described(made, overrides)}; the other keys have their defaults")
-        settings = made or load_config(cast(Path, config), overrides)
+        if short_config is not None:
+            shown.tell(f"config      {described(short_config, overrides)}; the other keys have their defaults")
+        settings = short_config or load_config(cast(Path, config), overrides)
         if dry_run:
             return _describe(settings, platform, resume)
-        return _train(settings, platform, resume, restart_note, is_made=made is not None)
+        return _train(settings, platform, resume, restart_note, is_made=short_config is not None)
 
 
 def _supervise(config: Path, platform: str, overrides: tuple[str, ...], resume: str, max_restarts: int) -> int:

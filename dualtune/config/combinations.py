@@ -434,10 +434,10 @@ def _impossible_with_cache(config: Config) -> Iterator[tuple[KeyPath, KeyPath, s
 def _impossible_beside(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
     """Yield what needs a base that is frozen, where parameters of it are trained beside an adapter."""
     adapter, data, memory = config.adapter, config.data, config.memory
-    asked = [key for key in ("train_modules", "train_rows") if getattr(adapter, key)]
-    asked += ["bias"] * (adapter.bias != "none")
+    beside = [key for key in ("train_modules", "train_rows") if getattr(adapter, key)]
+    beside += ["bias"] * (adapter.bias != "none")
     of_data = [key for key in ("new_tokens", "new_special_tokens") if getattr(data, key)]
-    keys: list[KeyPath] = [*(("adapter", key) for key in asked), *(("data", key) for key in of_data)]
+    keys: list[KeyPath] = [*(("adapter", key) for key in beside), *(("data", key) for key in of_data)]
     if adapter.train_rows == "new" and not of_data:
         rule = "but no token is new; name them in data.new_tokens or data.new_special_tokens"
         yield ("adapter", "train_rows"), ("data", "new_tokens"), f"got new, {rule}"
@@ -458,7 +458,7 @@ def _impossible_beside(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]
         if memory.resident_layers != "all":
             message = f"got {memory.resident_layers}, {rule}, and only a frozen one is streamed"
             yield ("memory", "resident_layers"), path, f"{message}; allowed: all"
-    for key in asked:
+    for key in beside:
         if adapter.init_from is not None:
             rule = "but adapter.init_from gives what is trained; remove one of the two"
             yield (

@@ -29,14 +29,14 @@ def default_yaml(overrides: Iterable[str] = ()) -> str:
     overrides = [*overrides]
     if not overrides:
         return _commented(examples(), ())
-    said = {key: value for key, _, value in (override.partition("=") for override in overrides)}
-    objective = said.get("train.objective")
+    chosen = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    objective = chosen.get("train.objective")
     needed = ["adapter.dropout=0"] if objective in (*POLICY_OBJECTIVES, ON_POLICY) else []
-    if objective in POLICY_OBJECTIVES and "rollouts.environment" not in said:
+    if objective in POLICY_OBJECTIVES and "rollouts.environment" not in chosen:
         needed.append("rollouts.rewards=[exact]")
     config = parse_config(_commented(examples(), ()), source="the default config", overrides=[*needed, *overrides])
     usual, values = usual_rate(config), config.model_dump()
-    if usual is None or "train.learning_rate" in said:
+    if usual is None or "train.learning_rate" in chosen:
         return _commented(values, ())
     values["train"]["learning_rate"] = usual.rate
     return _commented(values, usual.reasons)

@@ -370,8 +370,8 @@ def unseen_tokens(data: DataConfig, train: Documents, tokenizer: Tokenizer) -> l
     for index in range(len(train)):
         if not left:
             return []
-        found = {*train[index].tokens.tolist()}
-        left = {text: id for text, id in left.items() if id not in found}
+        ids = {*train[index].tokens.tolist()}
+        left = {text: id for text, id in left.items() if id not in ids}
     if not left:
         return []
     special = [text for text in left if text in data.new_special_tokens]

@@ -60,11 +60,11 @@ def add_lora(model: Any, spec: AdapterSpec, *, seed: int = 0) -> list[str]:
     available = backend.linear_shapes(model)
     chosen: set[str] = set()
     for target in spec.targets:
-        found = {path for path in available if target == ALL_LINEAR or is_target(path, (target,))}
-        if not found:
+        matches = {path for path in available if target == ALL_LINEAR or is_target(path, (target,))}
+        if not matches:
             names = ", ".join(sorted({path.rpartition(".")[2] for path in available})) or "none"
             raise ConfigError(f"add_lora: targets: no linear layer is called '{target}'. The module has: {names}")
-        chosen |= found
+        chosen |= matches
     paths = sorted(chosen)
     backend.add_lora_layers(model, paths, spec, seed)
     return paths

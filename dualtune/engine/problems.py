@@ -169,33 +169,33 @@ def driver_problems(machine: Machine) -> Iterator[Check]:
     # A container that got no device has neither a library nor a loaded driver, so it is recognized before both.
     not_passed_through = around.container and around.nvidia_card and not around.nvidia_device
     if fault in ("no library", "not loaded") and not_passed_through:
-        found = "an NVIDIA card is in the machine, but this container was started without it"
-        yield Check("container", "fail", found, PASS_THROUGH)
+        problem = "an NVIDIA card is in the machine, but this container was started without it"
+        yield Check("container", "fail", problem, PASS_THROUGH)
     elif fault == "not loaded":
-        found = f"the driver is installed, but the kernel has not loaded it ({words})"
-        yield Check("driver", "fail", found, "sudo modprobe nvidia; if that fails, reinstall the driver and reboot")
+        problem = f"the driver is installed, but the kernel has not loaded it ({words})"
+        yield Check("driver", "fail", problem, "sudo modprobe nvidia; if that fails, reinstall the driver and reboot")
 
     if fault == "no library" and machine.system != "Darwin":
         if around.wsl and around.wsl_driver:
-            found = "Windows' NVIDIA driver is in /usr/lib/wsl/lib, where this shell does not look for libraries"
-            yield Check("driver", "fail", found, "export LD_LIBRARY_PATH=/usr/lib/wsl/lib")
+            problem = "Windows' NVIDIA driver is in /usr/lib/wsl/lib, where this shell does not look for libraries"
+            yield Check("driver", "fail", problem, "export LD_LIBRARY_PATH=/usr/lib/wsl/lib")
         elif around.wsl:
-            found = "this is WSL, and Windows has no NVIDIA driver to share with it"
+            problem = "this is WSL, and Windows has no NVIDIA driver to share with it"
             fix = (
                 "Install NVIDIA's driver in Windows, and none in WSL; then, in PowerShell: wsl --update; wsl --shutdown"
             )
-            yield Check("driver", "fail", found, fix)
+            yield Check("driver", "fail", problem, fix)
         elif around.container and not around.nvidia_card:
-            found = "this is a container, and no NVIDIA card is passed to it"
-            yield Check("container", "advice", found, f"if the host has one: {PASS_THROUGH}")
+            problem = "this is a container, and no NVIDIA card is passed to it"
+            yield Check("container", "advice", problem, f"if the host has one: {PASS_THROUGH}")
         elif around.nvidia_card and not around.container:
-            found = f"an NVIDIA card is in the machine, but no driver ({words})"
+            problem = f"an NVIDIA card is in the machine, but no driver ({words})"
             fix = "sudo ubuntu-drivers install && sudo reboot (elsewhere: https://www.nvidia.com/drivers)"
-            yield Check("driver", "fail", found, fix)
+            yield Check("driver", "fail", problem, fix)
 
     if fault == "mismatch":
-        found = f"the driver was updated, but the older one is still loaded ({words})"
-        yield Check("driver", "fail", found, "sudo reboot (in a container: restart it)")
+        problem = f"the driver was updated, but the older one is still loaded ({words})"
+        yield Check("driver", "fail", problem, "sudo reboot (in a container: restart it)")
     if fault == "no permission":
         fix = "sudo usermod -aG video,render $USER, and log in again; under Slurm, request a GPU: srun --gres=gpu:1 …"
         yield Check("driver", "fail", f"this user may not use the GPU ({words})", fix)
@@ -209,35 +209,35 @@ def driver_problems(machine: Machine) -> Iterator[Check]:
     elif machine.unreadable_gpus:
         yield Check("driver", "advice", unreadable, f"{RESET}; until then, CUDA_VISIBLE_DEVICES without this GPU")
     if machine.gpus and machine.cuda is not None and version(machine.cuda) < LEAST_CUDA:
-        found = f"driver {machine.driver} supports CUDA up to {machine.cuda}; {dotted(LEAST_CUDA)} is needed"
-        yield Check("driver", "fail", found, NEW_DRIVER)
+        problem = f"driver {machine.driver} supports CUDA up to {machine.cuda}; {dotted(LEAST_CUDA)} is needed"
+        yield Check("driver", "fail", problem, NEW_DRIVER)
 
 
 def gpu_problems(machine: Machine) -> Iterator[Check]:
     """Yield which GPUs programs cannot see or use, though the driver knows them."""
     if machine.mig_without_slice:
-        found = f"{', '.join(machine.mig_without_slice)}: in MIG mode, but no slice of it is visible"
-        yield Check("MIG", "advice" if machine.gpus else "fail", found, MAKE_SLICE)
+        fault = f"{', '.join(machine.mig_without_slice)}: in MIG mode, but no slice of it is visible"
+        yield Check("MIG", "advice" if machine.gpus else "fail", fault, MAKE_SLICE)
 
     visible = machine.visible_devices
     listed = (visible or "").split(",")
     if visible is not None and machine.hidden_gpus and not machine.gpus:
-        found = f"CUDA_VISIBLE_DEVICES is '{visible}', which hides {', '.join(gpu.name for gpu in machine.hidden_gpus)}"
-        yield Check("visibility", "fail", found, "unset CUDA_VISIBLE_DEVICES")
+        fault = f"CUDA_VISIBLE_DEVICES is '{visible}', which hides {', '.join(gpu.name for gpu in machine.hidden_gpus)}"
+        yield Check("visibility", "fail", fault, "unset CUDA_VISIBLE_DEVICES")
     elif visible is not None and machine.gpus and len(listed) != len(machine.gpus):
         last = listed[len(machine.gpus)].strip()
         if last != "-1":  # the usual way to end the list
-            found = f"CUDA_VISIBLE_DEVICES is '{visible}': CUDA stops at '{last}', which is not a GPU here"
-            yield Check("visibility", "advice", found, "unset CUDA_VISIBLE_DEVICES; nvidia-smi -L lists the GPUs")
+            fault = f"CUDA_VISIBLE_DEVICES is '{visible}': CUDA stops at '{last}', which is not a GPU here"
+            yield Check("visibility", "advice", fault, "unset CUDA_VISIBLE_DEVICES; nvidia-smi -L lists the GPUs")
 
     if machine.gpus and machine.gpus[0].capability < LEAST_CAPABILITY:
         gpu = machine.gpus[0]
-        found = f"{gpu.name} has compute capability {gpu.compute_capability}; {dotted(LEAST_CAPABILITY)} is needed"
-        yield Check("compute capability", "fail", found, "Use a newer GPU, or train small models with --platform cpu")
+        fault = f"{gpu.name} has compute capability {gpu.compute_capability}; {dotted(LEAST_CAPABILITY)} is needed"
+        yield Check("compute capability", "fail", fault, "Use a newer GPU, or train small models with --platform cpu")
     if installed := machine.packages.get("pynvml"):
-        found = f"the deprecated package pynvml {installed} replaces the module of nvidia-ml-py"
+        fault = f"the deprecated package pynvml {installed} replaces the module of nvidia-ml-py"
         fix = "pip uninstall -y pynvml; pip install --force-reinstall nvidia-ml-py"
-        yield Check("pynvml", "advice", found, fix)
+        yield Check("pynvml", "advice", fault, fix)
 
 
 def dotted(numbers: tuple[int, ...]) -> str:

@@ -80,8 +80,8 @@ class StepDocuments:
     @property
     def seen(self) -> int:
         """The number of pairs of a token and one that it sees, itself included."""
-        seen = self.lengths * (self.lengths + 1) // 2
-        return int((seen if self.shared is None else seen - self.shared * (self.shared + 1) // 2).sum())
+        pairs = self.lengths * (self.lengths + 1) // 2
+        return int((pairs if self.shared is None else pairs - self.shared * (self.shared + 1) // 2).sum())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -519,8 +519,8 @@ def predict(
             f"compiles nothing below {costs.least_parameters:,}"
         )
     if ask.dtype not in limits.product_flops:
-        known = ", ".join(limits.product_flops)
-        raise EnvironmentFault(f"no limit is known for products in {ask.dtype}; known: {known}")
+        dtypes = ", ".join(limits.product_flops)
+        raise EnvironmentFault(f"no limit is known for products in {ask.dtype}; known: {dtypes}")
     pieces = pieces_of(decoder, ask, costs, documents)
     if teacher is not None and isinstance(teacher[0], Decoder):
         of_teacher = pieces_of(teacher[0], teacher[1], costs, documents)

@@ -138,8 +138,8 @@ def _of_the_optimizer(run: _Run) -> Iterator[Strategy]:
 
 def search_share(decoder: Shape, ask: Ask) -> float:
     """Return the peak of a search, which keeps nothing for a backward pass, as a share of the peak of a step."""
-    kept_nothing = estimate(decoder, replace(ask, checkpointing=FULL_CHECKPOINTING)).parts
-    peak = sum(part.bytes for part in kept_nothing if part.name != "activations")
+    parts = estimate(decoder, replace(ask, checkpointing=FULL_CHECKPOINTING)).parts
+    peak = sum(part.bytes for part in parts if part.name != "activations")
     return peak / estimate(decoder, ask).total_bytes
 
 

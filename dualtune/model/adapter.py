@@ -224,11 +224,11 @@ def rank_axis(name: str) -> int | None:
 
 def scaled_ranks(shapes: Mapping[str, tuple[int, ...]], times: int, over: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes with every rank multiplied by times / over."""
-    found = {name: [*shape] for name, shape in shapes.items()}
-    for name, shape in found.items():
+    scaled = {name: [*shape] for name, shape in shapes.items()}
+    for name, shape in scaled.items():
         if axis := rank_axis(name):
             shape[axis] = shape[axis] * times // over
-    return {name: tuple(shape) for name, shape in found.items()}
+    return {name: tuple(shape) for name, shape in scaled.items()}
 
 
 def owner_of(name: str) -> str | None:
@@ -338,7 +338,7 @@ def exact_targets(modules: Collection[str], targets: Iterable[str]) -> tuple[str
 def pattern_of(
     values: Mapping[str, Value],
     default: Value,
-    given: Pattern[Value] = (),
+    first: Pattern[Value] = (),
     read: Callable[[str, Pattern[Value], Value], Value] = value_of,
 ) -> Pattern[Value]:
     """Return a pattern that gives these modules these values, as `read` reads it.
@@ -355,7 +355,7 @@ def pattern_of(
         (name if (name := module.rpartition(".")[2]) in shared else module, value) for module, value in others
     )
     # The last one is right even where one path is the end of another.
-    for pattern in (with_effect(given, values), tuple(short), tuple(others)):
+    for pattern in (with_effect(first, values), tuple(short), tuple(others)):
         if all(read(module, pattern, default) == value for module, value in values.items()):
             return pattern
     return tuple(sorted(values.items(), key=lambda item: (-len(item[0]), item[0])))

@@ -136,13 +136,13 @@ def trained_biases(beside: BesideAdapter, parameters: Iterable[str], adapted: Co
     """
     if beside.bias == "none":
         return []
-    found = sorted(name for name in parameters if name.endswith(".bias"))
+    biases = sorted(name for name in parameters if name.endswith(".bias"))
     if beside.bias == "lora_only":
-        found = [name for name in found if name.removesuffix(".bias") in adapted]
-    if not found:
+        biases = [name for name in biases if name.removesuffix(".bias") in adapted]
+    if not biases:
         whose = "this model has none" if beside.bias == "all" else "no adapted layer of this model has one"
         raise ConfigError(f"adapter.bias: got {beside.bias}, but {whose}. Set adapter.bias: none")
-    return [name for name in found if not any(is_inside(name.removesuffix(".bias"), m) for m in beside.modules)]
+    return [name for name in biases if not any(is_inside(name.removesuffix(".bias"), m) for m in beside.modules)]
 
 
 def shifts_choice(tensor: str) -> bool:

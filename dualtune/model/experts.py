@@ -77,7 +77,7 @@ def stacks_of(modules: Iterable[str]) -> dict[str, list[str]]:
     for module in modules:
         if expert := expert_of(module):
             stacks[expert.stack].append(module)
-    return {stack: sorted(found, key=_number) for stack, found in stacks.items()}
+    return {stack: sorted(numbered, key=_number) for stack, numbered in stacks.items()}
 
 
 def _number(module: str) -> int:
@@ -120,9 +120,9 @@ def collapsed(modules: Iterable[str]) -> dict[str, str]:
     names = {module: module for module in modules}
     stacks = stacks_of(names)
     count = max(map(len, stacks.values()), default=0)
-    for stack, found in stacks.items():
-        if found == members(stack, count):
-            names |= dict.fromkeys(found, without_number(stack))
+    for stack, numbered in stacks.items():
+        if numbered == members(stack, count):
+            names |= dict.fromkeys(numbered, without_number(stack))
     return names
 
 
@@ -154,22 +154,22 @@ def check_stackable(method: str, stack: str, forms: Collection[tuple[int, float]
 
 def shapes_apart(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return the shapes with those of stacks as one for each expert."""
-    found: dict[str, tuple[int, ...]] = {}
+    apart: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        found |= dict.fromkeys(members(name, shape[0]), shape[1:]) if is_stack(name) else {name: shape}
-    return found
+        apart |= dict.fromkeys(members(name, shape[0]), shape[1:]) if is_stack(name) else {name: shape}
+    return apart
 
 
 def gathered(shapes: Mapping[str, tuple[int, ...]], stacks: Collection[str]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of tensors with those of the experts of these stacks as one, in the same order."""
-    found: dict[str, tuple[int, ...]] = {}
+    stacked: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         expert = expert_of(name)
         if expert is None or not any(f".{stack}." in f".{expert.stack}." for stack in stacks):
-            found[name] = shape
+            stacked[name] = shape
         else:
-            found[expert.stack] = (found[expert.stack][0] + 1 if expert.stack in found else 1, *shape)
-    return found
+            stacked[expert.stack] = (stacked[expert.stack][0] + 1 if expert.stack in stacked else 1, *shape)
+    return stacked
 
 
 def is_stack(name: str) -> bool:

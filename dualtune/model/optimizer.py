@@ -310,11 +310,11 @@ def slots_of(rule: RuleName, *, averages: bool) -> tuple[str, ...]:
 
 def slot_shapes(entry: Optimizer, shapes: Shapes, *, averages: bool) -> dict[str, dict[str, TensorShape]]:
     """Return the shapes of the tensors of all slots of what has these shapes, by slot and name."""
-    found: dict[str, dict[str, TensorShape]] = {slot: {} for slot in entry.slots}
+    slots: dict[str, dict[str, TensorShape]] = {slot: {} for slot in entry.slots}
     for name, shape in shapes.items():
         for slot, own in entry.slots_of(name, shape).items():
-            found[slot][name] = own
-    return found | ({OFFSET: dict(shapes)} if averages else {})
+            slots[slot][name] = own
+    return slots | ({OFFSET: dict(shapes)} if averages else {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -181,8 +181,8 @@ def expert_names(config: Mapping[str, Any], stored: Iterable[str]) -> ExpertName
         within=WITHIN.get(family, ""),
         stacked=any(map(_STACK.search, stored)),
     )
-    found = {expert.name for name in stored if (expert := expert_of(name.removesuffix(".weight")))}
-    roles = {ROLES[name]: name for name in found if name in ROLES}
+    names = {expert.name for name in stored if (expert := expert_of(name.removesuffix(".weight")))}
+    roles = {ROLES[name]: name for name in names if name in ROLES}
     if not roles:  # there are none, or stacks of them, whose parts have the names of the roles
         return form
     return replace(form, gate=roles.get(GATE, ""), up=roles.get(UP, UP), down=roles.get(DOWN, DOWN))

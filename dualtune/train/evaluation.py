@@ -50,13 +50,13 @@ def result_of(optimizer: OptimizerSpec, adapter: Tensors, state: OptimizerState)
     """Return the weights of the result, float32, from a training state: that of an engine or of a checkpoint."""
     if optimizer.trains_the_result:
         return adapter
-    found = {name: w.copy() for name, w in adapter.items()}
-    for name, w in found.items():
+    weights = {name: w.copy() for name, w in adapter.items()}
+    for name, w in weights.items():
         slots = {slot: own[name] for slot, own in state.slots.items() if name in own}
         # A start that is kept follows what is trained, and has no slots.
         trained = tuple(map(slice, max((values.shape for values in slots.values()), key=math.prod, default=w.shape)))
         w[trained] = optimizer.result(w[trained], slots)
-    return found
+    return weights
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -143,8 +143,8 @@ def execute(
         engine = load_engine(prepared, shared_base)
     # What the reference says is asked of the engine as it starts, before a checkpoint is restored in it.
     comparison = load_comparison(prepared, engine, show)
-    if (begun := saved or prepared.start_state) is not None:
-        restore(engine, begun)
+    if (start := saved or prepared.start_state) is not None:
+        restore(engine, start)
     if team.is_first:
         check_space(run_dir, config, state_size(engine), num_steps, first_step)
 

@@ -126,10 +126,10 @@ def write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
         write_file(run_dir.path / name, text)
 
 
-def _goes_on_with(begun: Checkpoint, settings: Mapping[str, float | None]) -> str:
+def _goes_on_with(start: Checkpoint, settings: Mapping[str, float | None]) -> str:
     """Return what is said of an optimizer that another run began, with the constants that are others from now on."""
-    text = f"goes on with the optimizer of {begun.path}, after {begun.optimizer.step} updates"
-    before: Mapping[str, float | None] = begun.state.get("updates", {})
+    text = f"goes on with the optimizer of {start.path}, after {start.optimizer.step} updates"
+    before: Mapping[str, float | None] = start.state.get("updates", {})
     changes = [
         f"{name} {json.dumps(value)} instead of {json.dumps(before[name])}"
         for name, value in settings.items()
@@ -149,8 +149,8 @@ def log_start(prepared: Prepared, run_dir: RunDir, log: Metrics, engine: Engine,
     head = untied_head(described, weights.tensors) if weights is not None else None
     notes = [*run_dir.notes, *(f"renamed to {path}: no longer part of this run" for path in moved)]
     notes += [note for note in (ignored_code(described), head) if note]
-    if (begun := prepared.start_state) is not None:
-        notes.append(_goes_on_with(begun, update_settings(prepared.config, prepared.data.order.num_steps)))
+    if (start := prepared.start_state) is not None:
+        notes.append(_goes_on_with(start, update_settings(prepared.config, prepared.data.order.num_steps)))
     notes += naming.notes if naming else ()
     if rate := far_rate(prepared.config):
         notes.append(rate)

@@ -190,11 +190,11 @@ class TrainingStep:
         read = samples.read if isinstance(samples, TaughtSamples) else teaching.train
         # Where memory has run out since, this process may have other documents than before.
         ids = [i for batch in self.batches for row in batch.documents for i in row if i not in said]
-        asked = ask(teaching.teacher, self.engine, read, ids, distillation.k, self._recovery, self.index, self._team)
-        if asked is None:
+        answers = ask(teaching.teacher, self.engine, read, ids, distillation.k, self._recovery, self.index, self._team)
+        if answers is None:
             self._make_smaller()
             return None
-        said.update(asked)
+        said.update(answers)
         return said
 
     def _add_distilled(self, distillation: Distillation, said: Said, weight: float, batch: Batch) -> None:

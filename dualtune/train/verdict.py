@@ -126,6 +126,6 @@ def _curves(steps: Steps, evals: Sequence[Mapping[str, float]]) -> dict[str, np.
 
 def _means(values: Sequence[float]) -> np.ndarray:
     """Return the means of a metric over windows of the steps, without the steps that lack it."""
-    known = np.asarray(values, np.float64)
-    known = known[np.isfinite(known)]
-    return np.array([part.mean() for part in np.array_split(known, min(WINDOWS, len(known)))] if len(known) else [])
+    finite = np.asarray(values, np.float64)
+    finite = finite[np.isfinite(finite)]
+    return np.array([part.mean() for part in np.array_split(finite, min(WINDOWS, len(finite)))] if len(finite) else [])

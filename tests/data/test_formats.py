@@ -398,6 +398,11 @@ def test_a_row_of_another_format_is_a_bad_row(wording):
     wording(neither.reason)
 
 
+def test_a_row_without_a_column_of_the_named_format_is_told_which_one_may_be_meant():
+    got = reason({"question": "How many?", "answer": "6"}, format="prompt")
+    assert got.endswith("if 'question' is meant, set data.columns: {prompt: question}")
+
+
 def test_columns_map_our_keys_to_the_file_s():
     row = {"question": "How many?", "answer": "Six.\n#### 6"}
     columns = {"prompt": "question", "completion": "answer"}

@@ -22,22 +22,22 @@ WITHOUT_BFLOAT16 = re.compile(r"Apple M[12]\b")
 def problems(machine: Machine) -> Iterator[Check]:
     """Yield a row for each problem of this Mac."""
     if machine.surroundings.rosetta:
-        found = f"this Python {machine.python} is for Intel and runs under Rosetta; MLX needs one for arm64"
+        fault = f"this Python {machine.python} is for Intel and runs under Rosetta; MLX needs one for arm64"
         fix = "Install Python for arm64 (brew install python@3.12), and run ./setup_m4.sh"
-        yield Check("Python", "fail", found, fix)
+        yield Check("Python", "fail", fault, fix)
     if not machine.is_mac_with_apple_silicon:
         return
     if machine.macos and version(machine.macos) < LEAST_MACOS:
-        found = f"macOS is {machine.macos}; MLX needs {dotted(LEAST_MACOS)} or newer"
-        yield Check("macOS", "fail", found, "System Settings > General > Software Update")
+        fault = f"macOS is {machine.macos}; MLX needs {dotted(LEAST_MACOS)} or newer"
+        yield Check("macOS", "fail", fault, "System Settings > General > Software Update")
     if machine.is_apple_silicon and "mlx" not in machine.packages:
         yield Check("MLX", "fail", "MLX is not installed", "pip install 'dualtune[mlx]'")
     if emulates_bfloat16(machine.cpu):
-        found = (
+        fault = (
             f"{machine.cpu} has none and computes it in float32; model.dtype: auto takes it all the same, for its range"
         )
         fix = "dualtune bench config.yaml --set model.dtype=float16 measures the faster one; its numbers end at 65504"
-        yield Check("bfloat16", "advice", found, fix)
+        yield Check("bfloat16", "advice", fault, fix)
 
 
 def environment(machine: Machine) -> list[Check]:

@@ -68,9 +68,9 @@ def adapter(counted: Counted, ask: Ask) -> MemoryPart:
     formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
         norms
     )
-    kept = num_kept(counted, ask)
-    formula += f" + a start of {kept:,} weights × {MASTER_BYTES} B" * bool(kept)
-    return MemoryPart("adapter", MASTER_BYTES * (n + kept) + 4 * (keys + norms), formula)
+    num_start = num_kept(counted, ask)
+    formula += f" + a start of {num_start:,} weights × {MASTER_BYTES} B" * bool(num_start)
+    return MemoryPart("adapter", MASTER_BYTES * (n + num_start) + 4 * (keys + norms), formula)
 
 
 def activations(counted: Counted, ask: Ask) -> list[MemoryPart]:
@@ -96,9 +96,9 @@ def _layer(counted: Counted, ask: Ask, number: int) -> int:
     saved = layer.kept[variant(c)]
     scores = saved.pair * _row(ask) + (0 if memory.is_chunked(ask) else saved.scores * memory.row_of(ask))
     of_modules = ranks(counted, ask)
-    made = sum(linear.sent * of_modules[linear.paths(prefix)[0]] for linear in on)
+    outputs = sum(linear.sent * of_modules[linear.paths(prefix)[0]] for linear in on)
     of_router = layer.experts * ask.balances_experts
-    return saved.token + scores + c * (made + read + masks + scaled + of_router)
+    return saved.token + scores + c * (outputs + read + masks + scaled + of_router)
 
 
 def _row(ask: Ask) -> int:

@@ -123,9 +123,9 @@ def adapter(decoder: Decoder, ask: Ask) -> MemoryPart:
     formula = f"{n:,} weights × {MASTER_BYTES} B + {keys:,} dropout keys × 4 B" + f" + {norms:,} norms × 4 B" * bool(
         norms
     )
-    kept = num_kept(decoder, ask)
-    formula += f" + a start of {kept:,} weights × {MASTER_BYTES} B" * bool(kept)
-    return MemoryPart("adapter", MASTER_BYTES * (n + kept) + 4 * (keys + norms), formula)
+    num_start = num_kept(decoder, ask)
+    formula += f" + a start of {num_start:,} weights × {MASTER_BYTES} B" * bool(num_start)
+    return MemoryPart("adapter", MASTER_BYTES * (n + num_start) + 4 * (keys + norms), formula)
 
 
 def kept_by_moment(shape: Shape, ask: Ask) -> list[tuple[range, int]]:

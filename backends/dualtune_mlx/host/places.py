@@ -127,10 +127,10 @@ class MadeParameters:
 
     def __init__(self, model: nn.Module, base: BaseWeights, paths: Collection[str]) -> None:
         self._model, self._marks = model, _marks(base)
-        found = _sources(model, base, paths)
-        self.unknown = [path for path, names in found.items() if names is None]
+        sources = _sources(model, base, paths)
+        self.unknown = [path for path, names in sources.items() if names is None]
         # The tensors that each parameter depends on; none for a constant, which the files do not hold.
-        self.sources = {path: names for path, names in found.items() if names is not None}
+        self.sources = {path: names for path, names in sources.items() if names is not None}
 
     @property
     def tensors(self) -> set[str]:
@@ -170,8 +170,8 @@ def _sources(model: nn.Module, base: BaseWeights, paths: Collection[str]) -> dic
     stored, sources = list(base.tensors), dict[str, list[str] | None]()
     for path in sorted(paths):
         scale = ones[path] - zeros[path]
-        found = np.array(mx.where(scale == 0, -1.0, (numbers[path] - zeros[path]) / mx.where(scale == 0, 1, scale)))
-        whole = np.rint(found)
-        is_one = np.abs(found - whole).max() <= 0.01 and whole.max() < len(stored)
+        positions = np.array(mx.where(scale == 0, -1.0, (numbers[path] - zeros[path]) / mx.where(scale == 0, 1, scale)))
+        whole = np.rint(positions)
+        is_one = np.abs(positions - whole).max() <= 0.01 and whole.max() < len(stored)
         sources[path] = [stored[int(number)] for number in np.unique(whole) if number >= 0] if is_one else None
     return sources

@@ -39,8 +39,8 @@ def problems(machine: Machine) -> Iterator[Check]:
     built = version(built_for) if built_for not in (None, "none") else ()
     # Within one major version, CUDA runs on older drivers: docs.nvidia.com/deploy/cuda-compatibility.
     if built and machine.cuda is not None and built[0] > driver_cuda[0]:
-        found = f"torch is built for CUDA {built_for}, but driver {machine.driver} supports {machine.cuda} and older"
-        yield Check("torch", "fail", found, f"{NEW_DRIVER}. Or: {fix}")
+        fault = f"torch is built for CUDA {built_for}, but driver {machine.driver} supports {machine.cuda} and older"
+        yield Check("torch", "fail", fault, f"{NEW_DRIVER}. Or: {fix}")
     too_old = built >= (13,) and capability < CUDA_13_CAPABILITY
     too_new = built < BLACKWELL_CUDA and capability >= BLACKWELL_CAPABILITY
     if built and capability >= LEAST_CAPABILITY and (too_old or too_new):

@@ -125,16 +125,16 @@ def _adapters(counted: Counted, ask: Ask, prefix: str, layer: CountedLayer) -> i
     adapted = [linear for linear in layer.linears if linear.paths(prefix)[0] in chosen]
     T, c, saved = ask.cells, ask.item_bytes, _kept(layer, ask, compiled=_compiled(counted, ask))
     of_modules = ranks(counted, ask)
-    made = c * sum(linear.sent * of_modules[linear.paths(prefix)[0]] for linear in adapted)
-    made += c * sum(linear.out for linear in adapted) * ask.scales_outputs
+    outputs = c * sum(linear.sent * of_modules[linear.paths(prefix)[0]] for linear in adapted)
+    outputs += c * sum(linear.out for linear in adapted) * ask.scales_outputs
     if ask.kernels == "reference" and ask.dropout:  # the input after dropout and a mask, for each module
-        return T * (made + (c + 1) * sum(linear.sent * linear.in_ for linear in adapted))
+        return T * (outputs + (c + 1) * sum(linear.sent * linear.in_ for linear in adapted))
     inputs = {linear.reads: linear.sent * linear.in_ for linear in adapted}
     drops = memory.drops(counted, ask)
     needed = [
         in_ for reads, in_ in inputs.items() if reads not in saved.inputs or (drops and reads not in saved.recomputed)
     ]
-    return T * (made + c * sum(needed))
+    return T * (outputs + c * sum(needed))
 
 
 # --- the moments with the most additional memory ----------------------------------------------------------------------

@@ -272,10 +272,10 @@ def _begun(held: Sequence[GenerationCache | None], texts: Sequence[np.ndarray]) 
     if not sources:
         return cache, 0
     for layers in zip(*sources.values(), strict=True):
-        begun, rows = GrowingLayer(), dict(zip(sources, cast("Sequence[DynamicLayer]", layers), strict=True))
+        grown, rows = GrowingLayer(), dict(zip(sources, cast("Sequence[DynamicLayer]", layers), strict=True))
         if layers[0].is_initialized:
-            begun.begin_with(rows, copied_B, begin)
-        cache.layers.append(begun)
+            grown.begin_with(rows, copied_B, begin)
+        cache.layers.append(grown)
     return cache, begin
 
 

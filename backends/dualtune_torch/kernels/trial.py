@@ -191,8 +191,8 @@ def compare(model: PreTrainedModel, run: Callable[[], Tensor], expected: TrialRe
     gap = largest_gap(actual.logits_1TV, expected.logits_1TV)
     if not gap <= ROUNDING[dtype]:
         raise NotCovered(f"computes different logits (by {gap:.1e} of the largest)")
-    for found, own in zip(actual.gradients_1TD, expected.gradients_1TD, strict=True):
-        gap = float((found.float() - own.float()).norm() / own.float().norm())
+    for gradient, own in zip(actual.gradients_1TD, expected.gradients_1TD, strict=True):
+        gap = float((gradient.float() - own.float()).norm() / own.float().norm())
         if not gap <= ROUNDING_OF_GRADIENT[dtype]:
             raise NotCovered(f"computes different gradients (by {gap:.1e} of the norm)")
 

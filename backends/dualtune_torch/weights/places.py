@@ -107,12 +107,12 @@ def trained_parts(model: PreTrainedModel, base: BaseWeights) -> dict[str, dict[s
 
 def joined_rows(model: PreTrainedModel, base: BaseWeights) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the tensors that follow each other in a parameter along its first axis, with their shapes."""
-    found: dict[str, list[tuple[int, list[int | str], str]]] = defaultdict(list)
+    rows: dict[str, list[tuple[int, list[int | str], str]]] = defaultdict(list)
     for name, target, pattern, converter in _targets(model, base, dict.fromkeys(model.state_dict(), True)):
         operation: Any = converter.operations[0] if converter and len(converter.operations) == 1 else None
         if converter and pattern and isinstance(operation, Concatenate) and operation.dim == 0:
-            found[target].append((converter.source_patterns.index(pattern), dot_natural_key(name), name))
-    return {target: {name: base.tensors[name].shape for *_, name in sorted(own)} for target, own in found.items()}
+            rows[target].append((converter.source_patterns.index(pattern), dot_natural_key(name), name))
+    return {target: {name: base.tensors[name].shape for *_, name in sorted(own)} for target, own in rows.items()}
 
 
 def expert_places(model: PreTrainedModel, base: BaseWeights, *, strict: bool = True) -> dict[str, list[FilePlace]]:
@@ -121,8 +121,8 @@ def expert_places(model: PreTrainedModel, base: BaseWeights, *, strict: bool = T
     Files hold them one by one, which transformers stacks, gate before up, or as the stacks of transformers' module. A
     projection that is made in another way has none; nor have those of code of a family's own, or `strict`, ConfigError.
     """
-    found = projections(model, strict=strict)
-    stacks = dict.fromkeys(f"{path.rpartition('.')[0]}.{p.parameter}" for path, p in found.items())
+    all_projections = projections(model, strict=strict)
+    stacks = dict.fromkeys(f"{path.rpartition('.')[0]}.{p.parameter}" for path, p in all_projections.items())
     sources: dict[str, dict[str | None, list[str]]] = {stack: defaultdict(list) for stack in stacks}
     converters: dict[str, WeightConverter | None] = {}
     for name, target, pattern, converter in _targets(model, base, dict.fromkeys(model.state_dict(), True)):
@@ -130,7 +130,7 @@ def expert_places(model: PreTrainedModel, base: BaseWeights, *, strict: bool = T
             sources[target][pattern].append(name)
             converters[target] = converter
     places: dict[str, list[FilePlace]] = {}
-    for path, projection in found.items():
+    for path, projection in all_projections.items():
         parameter = f"{path.rpartition('.')[0]}.{projection.parameter}"
         if parameter in converters:
             matrices = _of_experts(base, projection, converters[parameter], sources[parameter])
@@ -146,9 +146,9 @@ def joined_experts(
     `whole`: a parameter with more matrices, which belong to no expert, is left out.
     """
     parts: dict[str, list[tuple[slice, list[str]]]] = defaultdict(list)
-    found = projections(model, strict=False)
+    all_projections = projections(model, strict=False)
     for path, places in expert_places(model, base, strict=False).items():
-        projection = found[path]
+        projection = all_projections[path]
         is_all = projection.count == getattr(projection.experts, projection.parameter).shape[0]
         if (is_all or not whole) and all(place == FilePlace(place.tensor) for place in places):
             rows = slice(*projection.rows) if projection.rows is not None else slice(None)

@@ -64,5 +64,5 @@ def _weights(file: ForeignFile, key: str, losses: list[str]) -> list[float]:
 
 def without_dropout(file: ForeignFile, key: str) -> Settings:
     """Return the dropout of an adapter in TRL's preference trainers, which turn it off whatever the adapter says."""
-    said = f"{key}: {shown(file.get(key))}, but " if key in file else ""
-    return {"adapter.dropout": Note(0.0, f"{said}dropout is turned off in preference training")}
+    beginning = f"{key}: {shown(file.get(key))}, but " if key in file else ""
+    return {"adapter.dropout": Note(0.0, f"{beginning}dropout is turned off in preference training")}

@@ -140,8 +140,8 @@ def judged(example: Example) -> tuple[Example, ...]:
 
 def num_shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
     """Return how many messages two conversations begin with that say the same; their loss weights may differ."""
-    said = ([(m.role, m.content, m.extra) for m in messages] for messages in (chosen, rejected))
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*said, strict=False)))
+    contents = ([(m.role, m.content, m.extra) for m in messages] for messages in (chosen, rejected))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*contents, strict=False)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +285,8 @@ def _unread_label(fields: Mapping[str, Any], read: Collection[str]) -> str:
 
 def _lacks(row: RawRow, name: str, key: str) -> str:
     reason = f"has no '{key}'; its keys are: {listed(row.fields)}"
+    if likely := suggested_columns(row.fields).get(key):
+        reason += f"; if '{likely}' is meant, set data.columns: {{{key}: {likely}}}"
     others = _formats_of(row, {})
     if not others or name in others:
         return reason
@@ -366,9 +368,9 @@ def _without_request(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if others := [key for key in ("prompt", "messages") if key in fields]:
         raise RowError(f"input: holds the messages of a prompt, and '{others[0]}' does too; keep one of them")
     request = as_object(fields["input"], "input")
-    asked = {"prompt": needed(request, "messages", "input"), "tools": request.get("tools")}
+    columns = {"prompt": needed(request, "messages", "input"), "tools": request.get("tools")}
     others = {key: value for key, value in fields.items() if key != "input"}
-    return others | {key: value for key, value in asked.items() if value}
+    return others | {key: value for key, value in columns.items() if value}
 
 
 def _with_conversations(fields: Mapping[str, Any], keys: Sequence[str], reading: RowReading) -> Mapping[str, Any]:
@@ -457,10 +459,10 @@ def _whole(fields: Mapping[str, Any], key: str, reading: RowReading) -> tuple[Me
     prompt_key, prompt = _prompt_messages(fields, reading)
     if prompt_key == "messages" and prompt[-1].role == "assistant":  # one of the two conversations, once more
         prompt = prompt[:-1]
-    said = {(message.role, message.content.strip()) for message in messages}
+    contents = {(message.role, message.content.strip()) for message in messages}
     if messages[0].role in ("assistant", "tool"):
         messages = prompt + messages
-    elif any((message.role, message.content.strip()) not in said for message in prompt):
+    elif any((message.role, message.content.strip()) not in contents for message in prompt):
         raise RowError(f"{key}: is a whole conversation, but does not contain the messages of '{prompt_key}'")
     if "history" in fields:
         messages = read_history(fields["history"], reading) + messages

@@ -264,11 +264,11 @@ class _Window:
         line, column = self._position_of_byte(data, used)
         self._read_lines, self._read_bytes = line - 1, column - 1
         self._undecoded = data[used:]
-        kept_from = max(0, self._at - SHOWN)
+        start = max(0, self._at - SHOWN)
         self._text, self._at, self._line_start = (
-            self._text[kept_from:] + text,
-            self._at - kept_from,
-            self._line_start - kept_from,
+            self._text[start:] + text,
+            self._at - start,
+            self._line_start - start,
         )
         return True
 

@@ -70,11 +70,11 @@ def time_attention(
             seconds[name].append(clock() - began)
     ms = {name: 1000 * median(times[WARM_UP:]) for name, times in seconds.items()}
     peaks = {name: timer.peak_of(work) for name, work in works.items()}
-    found = {
+    results = {
         name: {
             "seconds": seconds[name][WARM_UP:], "ms": ms[name], "peak_bytes": peaks[name],
             "time_ratio": ms[name] / ms[EAGER], "memory_ratio": peaks[name] / peaks[EAGER],
         }
         for name in works
     }  # fmt: skip
-    return {"shape": asdict(shape), "works": found}
+    return {"shape": asdict(shape), "works": results}

@@ -173,12 +173,12 @@ class Place:
 
     def run(self, arm: Arm, seed: int, changes: Mapping[str, Any]) -> Trial:
         """Train an arm. The run directory is a temporary one; only the end of the run is evaluated."""
-        made_policies: list[StepPolicy] = []
+        policies: list[StepPolicy] = []
 
         def make(config: Config) -> StepPolicy:
             assert arm.policy is not None
-            made_policies.append(arm.policy(seed)(config))
-            return made_policies[-1]
+            policies.append(arm.policy(seed)(config))
+            return policies[-1]
 
         with tempfile.TemporaryDirectory(prefix="dualtune-") as folder:
             alone = {"run.dir": folder, "run.seed": seed, "run.eval_every": None, "run.save_every": None}
@@ -187,7 +187,7 @@ class Place:
         if result.eval_loss is None:
             raise ConfigError("data.eval: got nothing to evaluate, but arms are compared by their evaluation loss")
         cost, hybrid = float(clock.num_steps), dict[str, Any]()
-        for policy in made_policies:
+        for policy in policies:
             if isinstance(policy, Predictive):
                 cost, hybrid = policy.statistics().cost_steps, policy.statistics().as_json()
             elif isinstance(policy, Freezing):

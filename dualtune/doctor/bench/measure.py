@@ -96,8 +96,8 @@ def training_flops(shape: Shape, lengths: np.ndarray, shared: np.ndarray | int =
 def _pairs(lengths: np.ndarray, window: int | None) -> int:
     """Return the number of pairs (a token, a token that it sees) in the documents."""
     n = lengths.astype(np.int64)
-    seen = n if window is None else np.minimum(n, window)
-    return int((seen * (seen + 1) // 2 + (n - seen) * seen).sum())
+    reach = n if window is None else np.minimum(n, window)
+    return int((reach * (reach + 1) // 2 + (n - reach) * reach).sum())
 
 
 def document_lengths(batches: Iterable[Batch]) -> np.ndarray:

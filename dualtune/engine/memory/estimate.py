@@ -232,8 +232,8 @@ def mean_rank(decoder: Shape, ask: Ask) -> float:
     """Return the rank of an adapted layer, or their mean if they have several."""
     if ask.trains_model or not (ask.rank_pattern or ask.init in KEPT_INITS):
         return ask.rank
-    found = ranks(decoder, ask).values()
-    return sum(found) / len(found)
+    all_ranks = ranks(decoder, ask).values()
+    return sum(all_ranks) / len(all_ranks)
 
 
 def num_beside(decoder: Shape, config: Config) -> int:
@@ -321,34 +321,34 @@ class TrainedTensors(NamedTuple):
 
 def _matrices_of(decoder: Shape) -> Counter[tuple[str, tuple[int, ...]]]:
     """Return how many matrices of each name and shape a model has."""
-    found = Counter[tuple[str, tuple[int, ...]]]()
+    matrices = Counter[tuple[str, tuple[int, ...]]]()
     if isinstance(decoder, Counted):
         for layer in (*decoder.by_layer, decoder.outside):
             name = "embed_tokens.weight" if layer is decoder.outside else "layers.weight"
-            found.update({(name, (m.out, m.in_)): m.number for m in layer.matrices})
-        return found
+            matrices.update({(name, (m.out, m.in_)): m.number for m in layer.matrices})
+        return matrices
     for linear in decoder.linears().values():
-        found["layers.weight", (linear.out, linear.in_)] += decoder.layers
+        matrices["layers.weight", (linear.out, linear.in_)] += decoder.layers
     for rows in (decoder.vocab,) * (1 if decoder.tied else 2) + (decoder.positions,) * (decoder.positions > 0):
-        found["embed_tokens.weight", (rows, decoder.hidden)] += 1
-    return found
+        matrices["embed_tokens.weight", (rows, decoder.hidden)] += 1
+    return matrices
 
 
 def tensors_of(decoder: Shape, ask: Ask) -> tuple[TrainedTensors, ...]:
     """Return what is trained, by shape. What is no matrix of a model or an adapter counts as one vector."""
     if ask.method == FULL:
-        found = _matrices_of(decoder)
+        tensors = _matrices_of(decoder)
     else:
         shapes, of_method = adapted_by(decoder, ask).shapes, METHODS[ask.method]
-        found = Counter(
+        tensors = Counter(
             (parameter.peft, of_method.shapes(shape, rank)[parameter.part])
             for shape, rank in zip(shapes, _ranks(decoder, *_rank_settings(ask, 1)).values(), strict=True)
             for parameter in of_method.parameters
         )
-    rest = num_trained(decoder, ask) - sum(math.prod(shape) * number for (_, shape), number in found.items())
+    rest = num_trained(decoder, ask) - sum(math.prod(shape) * number for (_, shape), number in tensors.items())
     if rest:
-        found["norm.weight", (rest,)] = 1
-    return tuple(TrainedTensors(name, shape, number) for (name, shape), number in found.items())
+        tensors["norm.weight", (rest,)] = 1
+    return tuple(TrainedTensors(name, shape, number) for (name, shape), number in tensors.items())
 
 
 def state_bytes(decoder: Shape, ask: Ask) -> int:
@@ -473,10 +473,10 @@ def estimate(decoder: Shape, ask: Ask) -> Estimate:
     parts = formulas.parts if isinstance(decoder, Decoder) else formulas.counted_parts
     if parts is None:
         raise ConfigError(f"memory: the backend '{ask.backend}' has no formulas for a model of this family")
-    found = parts(decoder, ask)
+    all_parts = parts(decoder, ask)
     if ask.merge_for != "none":
-        found += (merges(decoder, ask),)
-    return Estimate(found if ask.teacher is None else (*found, ask.teacher))
+        all_parts += (merges(decoder, ask),)
+    return Estimate(all_parts if ask.teacher is None else (*all_parts, ask.teacher))
 
 
 def _formulas(backend: str) -> MemoryFormulas:

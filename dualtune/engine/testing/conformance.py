@@ -448,8 +448,8 @@ def check_optimizer_is_its_formula(case: Case) -> None:
         for slot, tensors in state.slots.items():
             is_coded = optimizer.entry.slot_bytes != SLOT_BYTES and slot != OFFSET
             close = assert_close_codes if is_coded else assert_close
-            wanted = {n: after[slot] for n, (_, after) in expected.items() if slot in after}
-            close(tensors, wanted, tolerances.GRADIENT)
+            expected_slot = {n: after[slot] for n, (_, after) in expected.items() if slot in after}
+            close(tensors, expected_slot, tolerances.GRADIENT)
 
 
 @with_each_optimizer

@@ -310,11 +310,11 @@ def check_a_common_beginning_is_computed_once(case: Case) -> None:
     once, apart = with_common_beginning((11, 9, 13), case.vocab, 6, pad=3)
     engine = case.engine()
     try:
-        found = engine.logprobs(once)
+        logprobs = engine.logprobs(once)
     except CannotShare:
         return
     real = once.segments_BT > 0
-    gap = np.abs(found - case.oracle(once, engine.adapter_state(), case.spec.scale))[real].max()
+    gap = np.abs(logprobs - case.oracle(once, engine.adapter_state(), case.spec.scale))[real].max()
     assert gap <= tolerances.LOGPROBS, f"log-probabilities differ by {gap:.2e}"
     for dropout in (0.0, 0.3):
         assert_same_loss_and_gradient(case, once, apart, dropout=dropout)

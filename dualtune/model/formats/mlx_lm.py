@@ -136,11 +136,11 @@ def mlx_tensors(
 
 def _method(kind: object, where: Path) -> Method:
     """Return the method of a fine_tune_type."""
-    known = {method.mlx_type: method for method in METHODS.values()}
-    if not isinstance(kind, str) or kind not in known:
+    methods = {method.mlx_type: method for method in METHODS.values()}
+    if not isinstance(kind, str) or kind not in methods:
         reason = "other methods do not add an update B A to the base weights"
-        raise fields.wrong(where, "fine_tune_type", kind, f"{' or '.join(known)}: {reason}")
-    return known[kind]
+        raise fields.wrong(where, "fine_tune_type", kind, f"{' or '.join(methods)}: {reason}")
+    return methods[kind]
 
 
 def _split(

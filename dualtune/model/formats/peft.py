@@ -204,10 +204,10 @@ def _beside(config: Mapping[str, Any], tensors: Tensors, where: Path, weights: P
 
 
 def _bias(config: Mapping[str, Any], where: Path) -> Biases:
-    found = config.get("bias", "none")
-    if found not in get_args(Biases):
-        raise fields.wrong(where, "bias", found, f"one of {', '.join(get_args(Biases))}")
-    return found
+    bias = config.get("bias", "none")
+    if bias not in get_args(Biases):
+        raise fields.wrong(where, "bias", bias, f"one of {', '.join(get_args(Biases))}")
+    return bias
 
 
 def written_names(tensors: Tensors, spec: AdapterSpec) -> Tensors:

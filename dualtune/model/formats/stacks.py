@@ -81,7 +81,7 @@ def _containers(tensors: Iterable[str], *, whole: bool = False) -> dict[str, dic
 
     FormatError for one of which some experts are not adapted; with `whole`, it is left out.
     """
-    found: dict[str, dict[str, list[str]]] = defaultdict(dict)
+    containers: dict[str, dict[str, list[str]]] = defaultdict(dict)
     stacks = stacks_of(modules_of(tensors))
     count = max(map(len, stacks.values()), default=0)
     for stack, modules in stacks.items():
@@ -96,8 +96,8 @@ def _containers(tensors: Iterable[str], *, whole: bool = False) -> dict[str, dic
                 f"adapter: {modules[0]}: mlx-lm stacks the experts of a layer in one tensor for each projection, but "
                 f"here {problem} adapted. Write it with the layout peft."
             )
-        found[expert.container][role] = modules
-    return found
+        containers[expert.container][role] = modules
+    return containers
 
 
 def _stacked(
@@ -235,13 +235,13 @@ def in_form_of(tensors: Tensors, names: ExpertNames) -> Tensors:
 
 def _without_idle(tensors: Tensors, idle: int) -> Tensors:
     """Return an adapter without gate and up of what is no expert."""
-    kept = dict(tensors)
+    rest = dict(tensors)
     for stack, modules in stacks_of(modules_of(tensors)).items():
         expert = expert_of(stack)
         if expert is not None and ROLES.get(expert.name) in (GATE, UP):
             for name in (tensor_name(module, part) for module in modules[-idle:] for part in "AB"):
-                del kept[name]
-    return kept
+                del rest[name]
+    return rest
 
 
 def _turned_back(tensors: Tensors) -> Tensors:

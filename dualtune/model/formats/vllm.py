@@ -67,7 +67,7 @@ def _missing(modules: Iterable[str], naming: Naming) -> str | None:
             own = {GATE, UP} if holds_stacks(naming) and role != DOWN else {role}
             roles.setdefault(expert.container, set()).update(own)
     needed = {GATE, UP, DOWN} if naming.experts.gate else {UP, DOWN}
-    return next((f"{c}.{role}" for c, found in sorted(roles.items()) for role in sorted(needed - found)), None)
+    return next((f"{c}.{role}" for c, present in sorted(roles.items()) for role in sorted(needed - present)), None)
 
 
 def holds_stacks(naming: Naming) -> bool:

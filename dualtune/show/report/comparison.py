@@ -45,9 +45,9 @@ def scatter(runs: Sequence[RunFiles]) -> dict[str, Any] | None:
     held_out = all(dot.run.score.is_held_out for dot in dots if dot.run.is_done)
     loss_kind = "evaluation loss of the weights that a run writes" if held_out else "training loss at the end"
     edge = " A triangle is a loss above the picture." * any(dot.loss > highest for dot in dots)
-    given_up = " A ring is a run that was not trained to its end." * any(not dot.run.is_done for dot in dots)
+    unfinished = " A ring is a run that was not trained to its end." * any(not dot.run.is_done for dot in dots)
     return {
-        "hint": f"The {loss_kind}.{edge}{given_up}",
+        "hint": f"The {loss_kind}.{edge}{unfinished}",
         "pictures": [_picture(dots, key, others.get(key, ""), highest, best) for key in keys[:MAX_PLOTS]],
     }
 

@@ -451,8 +451,8 @@ def check_decoding(engine: Engine, prompts: Sequence[np.ndarray], bank: AdapterB
     texts = [prompts[i][:length] for i, length in zip((0, -1), TRIAL_TOKENS, strict=True)]
     passed = _checked.setdefault(engine, set())
     if frozenset() not in passed:
-        found = _in_batch(engine.decoding(), texts)
-        _check_close(engine, found, [engine.logprobs(plain_batch(text))[0, -1] for text, _ in found])
+        decoded = _in_batch(engine.decoding(), texts)
+        _check_close(engine, decoded, [engine.logprobs(plain_batch(text))[0, -1] for text, _ in decoded])
         passed.add(frozenset())
     if bank is None:
         return
@@ -465,17 +465,17 @@ def check_decoding(engine: Engine, prompts: Sequence[np.ndarray], bank: AdapterB
 def _try_bank(engine: Engine, bank: AdapterBank, texts: Sequence[np.ndarray]) -> None:
     """Raise CannotBatch unless two texts, each with an adapter of its own, have what each has alone."""
     decoding, numbers = engine.decoding(bank), [0, 1]
-    found, alone = _in_batch(decoding, texts, adapters=numbers), list[np.ndarray]()
-    for (text, _), number in zip(found, 2 * numbers, strict=True):
+    decoded, alone = _in_batch(decoding, texts, adapters=numbers), list[np.ndarray]()
+    for (text, _), number in zip(decoded, 2 * numbers, strict=True):
         decoding.leave([])
         alone.append(decoding.enter([text], adapters=[number]).rows()[0])
-    _check_close(engine, found, alone)
+    _check_close(engine, decoded, alone)
     # The longer texts end with a token after each text: what is said in its place follows from the text alone.
-    longer, top = [text for text, _ in found[len(texts) :]], min(TOP_K, len(alone[0]))
+    longer, top = [text for text, _ in decoded[len(texts) :]], min(TOP_K, len(alone[0]))
     scored = token_logprobs(engine, longer, top, bank=bank, adapters=numbers)
-    for said, alone_V in zip(scored, alone[: len(texts)], strict=True):
-        assert said.top is not None
-        _check_gap(engine, said.top.logprobs_Tk[-1] - _log_softmax(alone_V)[said.top.tokens_Tk[-1]])
+    for scores, alone_V in zip(scored, alone[: len(texts)], strict=True):
+        assert scores.top is not None
+        _check_gap(engine, scores.top.logprobs_Tk[-1] - _log_softmax(alone_V)[scores.top.tokens_Tk[-1]])
 
 
 def _in_batch(decoding: Decoding, texts: Sequence[np.ndarray], **options: Any) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -489,9 +489,9 @@ def _in_batch(decoding: Decoding, texts: Sequence[np.ndarray], **options: Any) -
     return [*zip(texts, entered_BV, strict=True), *zip(longer, advanced_BV, strict=True)]
 
 
-def _check_close(engine: Engine, found: Sequence[tuple[np.ndarray, np.ndarray]], alone: Sequence[np.ndarray]) -> None:
+def _check_close(engine: Engine, decoded: Sequence[tuple[np.ndarray, np.ndarray]], alone: Sequence[np.ndarray]) -> None:
     """Raise CannotBatch unless texts have the probabilities that each has alone. Both are given as logits [V]."""
-    for (_, logits_V), alone_V in zip(found, alone, strict=True):
+    for (_, logits_V), alone_V in zip(decoded, alone, strict=True):
         top = np.argsort(-alone_V)[:TOP_K]
         _check_gap(engine, _log_softmax(logits_V)[top] - _log_softmax(alone_V)[top])
 

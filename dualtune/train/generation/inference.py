@@ -192,16 +192,16 @@ def stream_text(
     progress = progress or GenerationProgress()
     progress.max_tokens = sampling.max_tokens
     choose = Chooser(sampling, model.tokenizer.stop_ids, penalties=penalties, first=first)
-    said = TokenText(model.tokenizer, prompt, shown)
+    shown_text = TokenText(model.tokenizer, prompt, shown)
     # Ask for no more than are allowed: each answer of `choose`, also None, takes a forward pass.
     for token in islice(model.engine.generate(prompt, choose=choose, cache=cache), sampling.max_tokens):
         interrupt.poll()
         progress.num_tokens += 1
-        yield said.feed(token)
-        if said.is_ended:
+        yield shown_text.feed(token)
+        if shown_text.is_ended:
             progress.is_ended = True
             return
-    yield said.rest()
+    yield shown_text.rest()
 
 
 class TokenText:

@@ -47,7 +47,7 @@ def token_logprobs(
     distinct = dict(zip(keys, texts, strict=True))
     longer = [key for key, text in distinct.items() if len(text) > 1]
     documents = in_memory((distinct[key], np.arange(len(distinct[key])) > 0) for key in longer)
-    said = dict.fromkeys(distinct, _after_first(top))
+    logprobs = dict.fromkeys(distinct, _after_first(top))
     for batch in each_alone(documents) if longer else ():
         own = [longer[document] for (document,) in batch.documents]
         with nullcontext() if bank is None else engine.scoring(bank, [adapter for adapter, _ in own]):
@@ -55,8 +55,8 @@ def token_logprobs(
             parts += engine.top_logprobs(batch, top) if top else ()
         ends = np.cumsum(batch.is_target_BT.sum(1))[:-1]
         rows = zip(*(np.split(part, ends) for part in parts), strict=True)
-        said |= {key: _after_first(top, row) for key, row in zip(own, rows, strict=True)}
-    return [said[key] for key in keys]
+        logprobs |= {key: _after_first(top, row) for key, row in zip(own, rows, strict=True)}
+    return [logprobs[key] for key in keys]
 
 
 def _after_first(top: int, row: Sequence[np.ndarray] = ()) -> TokenLogprobs:

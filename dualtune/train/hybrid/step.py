@@ -89,12 +89,12 @@ def line_search(
     `worth_steps`: how many such steps a distance is worth by the learning rates.
     """
     best, best_gain, probed, micro = SearchResult(), 0.0, 0, 0
-    asked_D = WORTH * step_gain_D if float(step_gain_D.mean()) > 0 else np.zeros_like(step_gain_D)
+    least_D = WORTH * step_gain_D if float(step_gain_D.mean()) > 0 else np.zeros_like(step_gain_D)
     for tau in taus:
         losses_D = losses_at(tau)
         probed += 1
         micro += tau % interval == 0
-        gains_D = now_D - losses_D - worth_steps(tau) * asked_D
+        gains_D = now_D - losses_D - worth_steps(tau) * least_D
         gain = float(gains_D.mean())
         if not gain > best_gain:  # also if NaN
             break

@@ -170,11 +170,11 @@ def supervise(launcher: Launcher, work: Work, *, max_restarts: int, tell: Tell) 
 
 def _attempt(attempt: Attempt, num_processes: int) -> tuple[int, bool]:
     """Return the exit code, and whether the processes were asked to stop."""
-    asked, family, listed_s = False, list[psutil.Process](), 0.0
+    stopping, family, listed_s = False, list[psutil.Process](), 0.0
     try:
         while attempt.process.poll() is None:
-            if interrupt.requested() and not asked:
-                asked = True
+            if interrupt.requested() and not stopping:
+                stopping = True
                 attempt.ask_to_stop()
             attempt.poll()
             if time.monotonic() - listed_s > FAMILY_S:  # listed now, to find the workers after their parent is gone
@@ -189,7 +189,7 @@ def _attempt(attempt: Attempt, num_processes: int) -> tuple[int, bool]:
             codes[-1] = attempt.process.returncode  # of the external program
         elif len(codes) < num_processes:
             codes[-1] = 1  # it reports success, but not the end of every worker
-    return verdict(codes, asked=asked), asked
+    return verdict(codes, asked=stopping), stopping
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:

@@ -154,8 +154,10 @@ def evaluate_against(
         with using(engine, reference):
             while sums is None:
                 sums = _shared_sums(engine, documents, recovery, 0, show, Team())
-    known = None if sums is None else np.array([sums[i] for i in range(len(documents))])
-    return evaluate_answers(engine, documents, recovery, show=show, comparison=AnswerComparison(objective, None, known))
+    reference_N = None if sums is None else np.array([sums[i] for i in range(len(documents))])
+    return evaluate_answers(
+        engine, documents, recovery, show=show, comparison=AnswerComparison(objective, None, reference_N)
+    )
 
 
 MIN_PAIRS = 10  # to speak of a correlation

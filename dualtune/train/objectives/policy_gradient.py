@@ -31,11 +31,11 @@ def advantages(rewards_PG: np.ndarray, scale: Scale, *, leave_one_out: bool = Fa
     difference divided by the standard deviation of the group or of the step, or by nothing. A reward that is not known
     is NaN: such a sample has the advantage 0, and the others are compared without it.
     """
-    known_PG = np.isfinite(rewards_PG)
-    counts_P1 = known_PG.sum(1, keepdims=True)
-    values_PG = np.where(known_PG, rewards_PG, 0.0)
+    finite_PG = np.isfinite(rewards_PG)
+    counts_P1 = finite_PG.sum(1, keepdims=True)
+    values_PG = np.where(finite_PG, rewards_PG, 0.0)
     means_P1 = values_PG.sum(1, keepdims=True) / np.maximum(counts_P1, 1)
-    differences_PG = np.where(known_PG & (counts_P1 > 1), values_PG - means_P1, 0.0)
+    differences_PG = np.where(finite_PG & (counts_P1 > 1), values_PG - means_P1, 0.0)
     if leave_one_out:  # r − mean of the others = (r − mean) · n / (n − 1)
         differences_PG = differences_PG * counts_P1 / np.maximum(counts_P1 - 1, 1)
     if scale == "none":
@@ -43,7 +43,7 @@ def advantages(rewards_PG: np.ndarray, scale: Scale, *, leave_one_out: bool = Fa
     if scale == "group":
         variances_P1 = (differences_PG**2).sum(1, keepdims=True) / np.maximum(counts_P1 - 1, 1)
         return differences_PG / (np.sqrt(variances_P1) + LEAST_DEVIATION)
-    deviation = np.std(rewards_PG[known_PG], ddof=1) if known_PG.sum() > 1 else 0.0
+    deviation = np.std(rewards_PG[finite_PG], ddof=1) if finite_PG.sum() > 1 else 0.0
     return differences_PG / (deviation + LEAST_DEVIATION)
 
 

@@ -61,8 +61,8 @@ def record(
                     ids = [document for (document,) in batch.documents]
                     if any(digests[i] not in unfinished.digests for i in ids):  # the whole batch, to the same bits
                         ends = np.cumsum(batch.is_target_BT.sum(1))[:-1]
-                        said = (np.split(values_Mk, ends) for values_Mk in teacher.top_logprobs(batch, k))
-                        unfinished.append((digests[i] for i in ids), zip(*said, strict=True))
+                        columns = (np.split(values_Mk, ends) for values_Mk in teacher.top_logprobs(batch, k))
+                        unfinished.append((digests[i] for i in ids), zip(*columns, strict=True))
                     done += len(ids)
                     show(done, total)
             with new_file(path) as file:
@@ -127,11 +127,11 @@ class _Unfinished:
             return
         try:
             with open_file(file, max_bytes=_MAX_KEY) as opened:
-                found = parse_object(opened.read(), file)
+                recorded = parse_object(opened.read(), file)
         except FormatError:
-            found = {}
-        if found != json.loads(json_bytes(dict(self._key))):
-            different = sorted(name for name in self._key if found.get(name) != self._key[name])
+            recorded = {}
+        if recorded != json.loads(json_bytes(dict(self._key))):
+            different = sorted(name for name in self._key if recorded.get(name) != self._key[name])
             raise ConfigError(
                 f"--out: {self._directory} holds an unfinished recording with other values of {', '.join(different)}. "
                 "Remove the directory, or choose another file"

@@ -127,9 +127,9 @@ class ServedTeacher:
 
     def _scored(self, text: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return what is said in the place of each token of a text, [T, k] or [T, 1]; the first place has zeros."""
-        said = self._logprobs(text, k, as_ids=True)
+        logprobs = self._logprobs(text, k, as_ids=True)
         try:
-            rows = _rows(said, text, k)
+            rows = _rows(logprobs, text, k)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise self._unsuitable(str(error)) from error
         values = np.array([[(0, 0.0)] * max(k, 1), *rows], np.float64)
@@ -212,8 +212,8 @@ def same_teacher(before: str | None, probe: np.ndarray) -> str:
     """
     if before is None:
         return " ".join(f"{logprob:.4f}" for logprob in probe)
-    kept = np.array(before.split(), np.float32)
-    gap = float(np.abs(kept - probe).mean()) if kept.shape == probe.shape else math.inf
+    earlier = np.array(before.split(), np.float32)
+    gap = float(np.abs(earlier - probe).mean()) if earlier.shape == probe.shape else math.inf
     if not gap <= MOST_GAP:  # it may be NaN
         raise ConfigError(
             "distill.teacher: the server has another model under this name than when the run began: of fixed texts "

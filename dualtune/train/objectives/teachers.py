@@ -227,23 +227,25 @@ def ask(
 
     `documents`: as the teacher reads them. Each process asks of its own.
     """
-    said = dict[int, tuple[np.ndarray, np.ndarray]]()
+    logprobs = dict[int, tuple[np.ndarray, np.ndarray]]()
     # Each document has a row for itself: what a teacher can pack is not known.
     batches = micro_batches(documents, ids, SequenceLayout(recovery.layout.max_tokens), seed=0, step=step)
     # All processes ask equally often, as they do of everything that may be sharded.
     missing = (team or Team()).most(len(batches)) - len(batches)
     batches += [make_batch(documents, [], seed=0, step=step)] * missing
     if not batches:
-        return said
+        return logprobs
     with teacher.answering(student) as says:
 
         def add(batch: Batch) -> None:
             ends = np.cumsum(batch.is_target_BT.sum(1))[:-1]
             parts = (np.split(values_Mk, ends) for values_Mk in says(replace(batch, hidden_BTD=None), k))
             if batch.documents:
-                said.update(zip((document for (document,) in batch.documents), zip(*parts, strict=True), strict=True))
+                logprobs.update(
+                    zip((document for (document,) in batch.documents), zip(*parts, strict=True), strict=True)
+                )
 
-        return said if recovery.attempt(step, batches, add) else None
+        return logprobs if recovery.attempt(step, batches, add) else None
 
 
 def evaluate_taught(
@@ -299,12 +301,12 @@ def with_context(documents: Documents, examples: Iterable[Example], tokenizer: T
         return documents
     settings = config.distill
     read = [in_context(example, settings.teacher_system, settings.hint) for example in examples]
-    found = tokenize(read, tokenizer, config.data.loss_on, max_length=1 << 30)
-    place_of = {found[i].where: i for i in range(len(found))}
+    teacher_documents = tokenize(read, tokenizer, config.data.loss_on, max_length=1 << 30)
+    place_of = {teacher_documents[i].where: i for i in range(len(teacher_documents))}
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     for i in range(len(documents)):
         own, place = documents[i], place_of.get(documents[i].where)
-        pair = None if place is None or own.loss_mask[0] else _same_targets(found[place], own)
+        pair = None if place is None or own.loss_mask[0] else _same_targets(teacher_documents[place], own)
         if pair is None:
             raise DataError(
                 f"{own.where}: with distill.teacher_system or distill.hint before it the answer has other tokens, so "

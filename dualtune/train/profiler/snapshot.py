@@ -95,14 +95,14 @@ def device_reader(device: str, now: Callable[[], float] = time.monotonic) -> Cal
         _used(nvml, handle)
     except nvml.NVMLError:
         return None
-    asked = -USE_EVERY_S
+    read_at = -USE_EVERY_S
 
     def sample() -> DeviceSample:
-        nonlocal asked
+        nonlocal read_at
         used_bytes = _used(nvml, handle)
-        if now() - asked < USE_EVERY_S:
+        if now() - read_at < USE_EVERY_S:
             return DeviceSample(used_bytes)
-        asked = now()
+        read_at = now()
         percent = optional(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu), None)
         power_w = optional(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000, None)
         return DeviceSample(used_bytes, percent, power_w)

@@ -275,19 +275,19 @@ class Objects:
             return {}
         texts: list[str] = request["texts"]
         environment, seen = self._live.pop(request["id"], (None, 0))
-        said: Mapping[str, Any] = {}
+        answer: Mapping[str, Any] = {}
         if environment is None or seen != len(texts) - 1:
             environment, seen = self._make(), 0
             has_seed = "seed" in inspect.signature(environment.reset).parameters
             options = {"seed": request["seed"]} if has_seed else {}
-            said = {"turns": turns_of(environment.reset(request["row"], **options))}
+            answer = {"turns": turns_of(environment.reset(request["row"], **options))}
         for text in texts[seen:]:
             reply, reward, done = environment.step(text)
             if not math.isfinite(value := float(reward)):
                 raise ValueError(f"step returned the reward {value}")
-            said = {"turns": turns_of(reply), "reward": value, "done": bool(done)}
+            answer = {"turns": turns_of(reply), "reward": value, "done": bool(done)}
         self._live[request["id"]] = environment, len(texts)
-        return said
+        return answer
 
 
 def turns_of(said: Any) -> list[dict[str, str]] | None:
@@ -308,14 +308,14 @@ def environment_of(name: str, arguments: Mapping[str, Any]) -> Callable[[], Any]
     file, _, made = name.rpartition(":")
     if not file.endswith(".py") or not made:
         raise ConfigError(f"{KEY}: got '{name}', allowed: a Python class as FILE.py:CLASS, or verifiers:NAME")
-    found = imported(KEY, expanded(file), made)
-    if missing := [part for part in ("reset", "step") if not callable(getattr(found, part, None))]:
+    factory = imported(KEY, expanded(file), made)
+    if missing := [part for part in ("reset", "step") if not callable(getattr(factory, part, None))]:
         raise ConfigError(f"{KEY}: {name} has no method {' and no method '.join(missing)}")
     try:
-        inspect.signature(found).bind(**arguments)
+        inspect.signature(factory).bind(**arguments)
     except TypeError as error:
         raise ConfigError(f"{KEY}_args: {name} does not take them: {error}") from error
-    return partial(found, **arguments)
+    return partial(factory, **arguments)
 
 
 if __name__ == "__main__":

@@ -100,8 +100,8 @@ class PackageEpisodes(Episodes):
                 self._give(each, drawn)
 
         while active := [each for each in episodes if not each.has_ended]:
-            said = self._ask_each("advance", {each.id: _state(each, prompts) for each in active})
-            answer([each for each in active if self._asks(each, said[each.id])])
+            replies = self._ask_each("advance", {each.id: _state(each, prompts) for each in active})
+            answer([each for each in active if self._asks(each, replies[each.id])])
         self._reward(episodes, prompts)
         # The row of a conversation without an answer is answered without a reward: each is a document.
         answer([each for each in episodes if not each.drawn])
@@ -112,13 +112,13 @@ class PackageEpisodes(Episodes):
         """Return a reply for each item: together where that is possible in time, else one after the other."""
         request = {"kind": kind, "items": items, "timeout_s": self._timeout_s}
         reply = self._environment.ask(request, self._timeout_s + HANGS_S)
-        said: dict[str, Any] = dict.fromkeys(items) if isinstance(reply, str) else reply
+        replies: dict[str, Any] = dict.fromkeys(items) if isinstance(reply, str) else reply
         if len(items) == 1:
             (name,) = items
             why = reply if isinstance(reply, str) else f"took longer than {self._timeout_s:g} s"
-            return {name: said[name] or {"problem": why}}
-        late = [name for name, value in said.items() if value is None]
-        return said | {name: self._ask_each(kind, {name: items[name]})[name] for name in late}
+            return {name: replies[name] or {"problem": why}}
+        late = [name for name, value in replies.items() if value is None]
+        return replies | {name: self._ask_each(kind, {name: items[name]})[name] for name in late}
 
     # ------------------------------------------------------------------------------------------------------------------
     # A request.

@@ -69,8 +69,8 @@ def number(completion: str, *, prompt: str, expected: str) -> float:
 
 
 def _last_number(text: str) -> float | None:
-    found = NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def json_fields(completion: str, *, prompt: str, expected: str) -> float:

@@ -156,21 +156,21 @@ class Rollouts:
         """
         numbers, share = [(step, i) for i in ids], team.share
         with apart(engine, team) as own:
-            asked = _Asked.of(data, ids, self._tokenizer, self._rows, self._conversations)
+            questions = _Asked.of(data, ids, self._tokenizer, self._rows, self._conversations)
             if self._episodes is None:
-                drawn = self._drawing.samples(own, asked.prompts[share], numbers[share])
+                drawn = self._drawing.samples(own, questions.prompts[share], numbers[share])
             else:
-                drawn = self._episodes.draw(own, asked.with_numbers(numbers)[share])
-        drawn, judged = self._judged(asked, drawn, team)
+                drawn = self._episodes.draw(own, questions.with_numbers(numbers)[share])
+        drawn, judged = self._judged(questions, drawn, team)
         rewards_PG = judged.totals_N.reshape(len(ids), -1)
         # A sample is a document; a conversation is several where what was asked did not continue what was there.
-        parts = [_documents(asked.prompts[each.prompt], each) for each in drawn]
+        parts = [_documents(questions.prompts[each.prompt], each) for each in drawn]
         of_sample_D = np.repeat(np.arange(len(drawn)), [len(part) for part in parts])
         documents = _in_units(parts, self._drawing.num_samples)
         documents.shares = data.shares
         old = [logprobs for each in drawn for logprobs in _logprobs(each)]
         reference = self._reference(engine, documents, team) if self.objective.kl else None
-        metrics = self._metrics(judged, drawn, asked.expected)
+        metrics = self._metrics(judged, drawn, questions.expected)
         if reference is not None and self.objective.kl_in_reward:
             moved_D = [(logprobs - reference[d]).sum() for d, logprobs in enumerate(old)]
             moved_N = np.bincount(of_sample_D, moved_D, len(drawn))
@@ -179,7 +179,8 @@ class Rollouts:
         advantages_N = self.objective.advantages(rewards_PG)
         rows = [
             {
-                "step": step + 1, "row": asked.wheres[each.prompt], "sample": each.number, **self._told(asked, each),
+                "step": step + 1, "row": questions.wheres[each.prompt], "sample": each.number,
+                **self._told(questions, each),
                 "rewards": dict(zip(self.names, map(_json_number, values_R), strict=True)),
                 "reward": _json_number(total), "advantage": float(advantage), "tokens": len(each.logprobs),
                 "is_whole": each.is_whole,
@@ -202,32 +203,34 @@ class Rollouts:
         numbers = [(n,) for n in range(len(documents))]
         with apart(engine, team) as own:
             every = range(len(documents))
-            asked = _Asked.of(documents, every, self._tokenizer, self._rows, self._conversations)
-            prompts = asked.prompts[team.share]
+            questions = _Asked.of(documents, every, self._tokenizer, self._rows, self._conversations)
+            prompts = questions.prompts[team.share]
             if self._episodes is None:
                 for each in self._drawing.greedy(own, prompts):
                     drawn.append(each)
                     show(len(drawn), len(prompts))
             else:
-                drawn += self._episodes.greedy(own, asked.with_numbers(numbers)[team.share])
+                drawn += self._episodes.greedy(own, questions.with_numbers(numbers)[team.share])
                 show(len(drawn), len(prompts))
-        drawn, judged = self._judged(asked, drawn, team)
-        metrics = self._metrics(judged, drawn, asked.expected)
+        drawn, judged = self._judged(questions, drawn, team)
+        metrics = self._metrics(judged, drawn, questions.expected)
         return EvalRecord(
             step=step, eval_loss=0.0 - metrics["reward"], eval_targets=sum(len(each.logprobs) for each in drawn),
             metrics={f"eval_{name}": value for name, value in metrics.items()}, failures=judged.told(),
         )  # fmt: skip
 
-    def _judged(self, asked: _Asked, drawn: Sequence[Sample], team: Team) -> tuple[list[Sample], JudgedAnswers]:
+    def _judged(self, questions: _Asked, drawn: Sequence[Sample], team: Team) -> tuple[list[Sample], JudgedAnswers]:
         """Judge the samples of this process's share of the prompts.
 
         Return those of all processes, with their places among all prompts and in that order, and what they got.
         """
-        places = range(len(asked.prompts))[team.share]
+        places = range(len(questions.prompts))[team.share]
         mine = [replace(each, prompt=places[each.prompt]) for each in drawn]
         with team.apart():
             judged = self._rewards.judge([
-                JudgedAnswer(asked.texts[n], each.text, asked.expected[n], asked.rows[n], asked.messages[n])
+                JudgedAnswer(
+                    questions.texts[n], each.text, questions.expected[n], questions.rows[n], questions.messages[n]
+                )
                 for each in mine for n in (each.prompt,)
             ])  # fmt: skip
         if self._episodes is not None:
@@ -240,20 +243,20 @@ class Rollouts:
         parts = team.collect([judged], JudgedAnswers.read)
         return [every[n] for n in order], JudgedAnswers.joined(parts, order)
 
-    def _told(self, asked: _Asked, sample: Sample) -> dict[str, str]:
+    def _told(self, questions: _Asked, sample: Sample) -> dict[str, str]:
         """Return prompt and completion as text; of a conversation, all that was said after its start."""
         if not isinstance(sample, Episode):
-            return {"prompt": asked.texts[sample.prompt], "completion": sample.text}
+            return {"prompt": questions.texts[sample.prompt], "completion": sample.text}
         start = sample.dialogues[0].start.tolist()
         first, *others = (dialogue.so_far.tolist() for dialogue in sample.dialogues)
-        told = [self._tokenizer.decode_all(tokens) for tokens in (first[len(start) :], *others)]
-        return {"prompt": self._tokenizer.decode(start), "completion": "\n\n".join(told)}
+        texts = [self._tokenizer.decode_all(tokens) for tokens in (first[len(start) :], *others)]
+        return {"prompt": self._tokenizer.decode(start), "completion": "\n\n".join(texts)}
 
     def _metrics(self, judged: JudgedAnswers, drawn: Sequence[Sample], expected: Sequence[str]) -> dict[str, float]:
         """`entropy` is an estimate, that of a token: the mean of −log p of what was drawn."""
-        known_N = np.isfinite(judged.totals_N)
+        finite_N = np.isfinite(judged.totals_N)
         metrics = {
-            "reward": float(judged.totals_N[known_N].mean()) if known_N.any() else math.nan,
+            "reward": float(judged.totals_N[finite_N].mean()) if finite_N.any() else math.nan,
             "completion_tokens": float(np.mean([len(each.logprobs) for each in drawn])),
             "cut": float(np.mean([not each.is_whole for each in drawn])),
             "entropy": -float(np.concatenate([each.logprobs for each in drawn]).mean()),
@@ -266,7 +269,7 @@ class Rollouts:
             for name, values_N in zip(short_names(self.names), judged.values_NR.T, strict=True):
                 if np.isfinite(values_N).any():
                     metrics[f"reward_{name}"] = float(values_N[np.isfinite(values_N)].mean())
-        return metrics if known_N.all() else {**metrics, "failed_rewards": 1 - float(np.mean(known_N))}
+        return metrics if finite_N.all() else {**metrics, "failed_rewards": 1 - float(np.mean(finite_N))}
 
     def _reference(self, engine: Engine, documents: Documents, team: Team) -> dict[int, np.ndarray]:
         """Return log p of the tokens of each sample by the base without its adapter."""
@@ -281,9 +284,9 @@ class Rollouts:
 
 def _equal_groups(totals_PG: np.ndarray) -> float:
     """Return the share of the prompts whose answers all got the same, those without a reward aside."""
-    known_PG = np.isfinite(totals_PG)
-    lowest_P = np.where(known_PG, totals_PG, math.inf).min(1)
-    return float((np.where(known_PG, totals_PG, -math.inf).max(1) <= lowest_P).mean())
+    finite_PG = np.isfinite(totals_PG)
+    lowest_P = np.where(finite_PG, totals_PG, math.inf).min(1)
+    return float((np.where(finite_PG, totals_PG, -math.inf).max(1) <= lowest_P).mean())
 
 
 LEAST_PROMPTS = 4  # whose answers may be compared

@@ -375,10 +375,10 @@ class TaskSetEnvironment:
 
 def _asked(data: Any) -> list[dict[str, Any]]:
     """Return what a task asks, as messages."""
-    said: list[Any] = [] if isinstance(data.prompt, str) else data.prompt or []
-    asked = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else []
+    messages: list[Any] = [] if isinstance(data.prompt, str) else data.prompt or []
+    question = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else []
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    return [*system, *asked, *(message.model_dump(mode="json", exclude_none=True) for message in said)]
+    return [*system, *question, *(message.model_dump(mode="json", exclude_none=True) for message in messages)]
 
 
 def _trained(episode: Any) -> list[Any]:

@@ -204,8 +204,8 @@ class Answers:
             for row, error in self._rows.step():
                 self._end(self._running.pop(row.number), error)
         except Exception as error:  # nothing can answer any more
-            begun = [*(answer.job for answer in self._running.values()), *(job for job, _ in self._scored)]
-            for job in [*begun, *self._left()]:
+            jobs = [*(answer.job for answer in self._running.values()), *(job for job, _ in self._scored)]
+            for job in [*jobs, *self._left()]:
                 self._refuse(job, error)
             raise
 
@@ -251,13 +251,13 @@ class Answers:
         request, model = job.request, self._adapters.models[job.request.model]
         tokenizer = model.tokenizer
         # An answer that must be a call is begun as one: the model continues it, and only chooses the function.
-        begun = begun_answer(request, tokenizer) if request.must_call else BegunAnswer()
-        text = AnswerText(request, calls_of(request, tokenizer) if request.tools else None, begun.text)
+        beginning = begun_answer(request, tokenizer) if request.must_call else BegunAnswer()
+        text = AnswerText(request, calls_of(request, tokenizer) if request.tools else None, beginning.text)
         question = self._question(request)
-        prompt = self._checked(np.concatenate([question, np.array(begun.ids, question.dtype)]))
+        prompt = self._checked(np.concatenate([question, np.array(beginning.ids, question.dtype)]))
         most = min(request.max_tokens or self._max_tokens, self._max_tokens)
         ends = time.monotonic() + self._time_limit_s
-        return RunningAnswer(job, next(self._numbers), model, prompt, text, begun.choices, most, ends)
+        return RunningAnswer(job, next(self._numbers), model, prompt, text, beginning.choices, most, ends)
 
     def _score(self, scored: Sequence[tuple[PendingAnswer, np.ndarray]]) -> None:
         """Score prompts, each by the model of its request: together, or each by itself if one of them fails."""
@@ -283,10 +283,10 @@ class Answers:
         """Return what the client of each request gets."""
         top = max(job.request.scored or 0 for job, _ in scored)
         answers = list[list[Piece]]()
-        all_said = self._rows.scores([(job.request.model, prompt) for job, prompt in scored], top)
-        for (job, prompt), said in zip(scored, all_said, strict=True):
+        all_scores = self._rows.scores([(job.request.model, prompt) for job, prompt in scored], top)
+        for (job, prompt), scores in zip(scored, all_scores, strict=True):
             request, tokenizer = job.request, self._adapters.models[job.request.model].tokenizer
-            table = prompt_scores(tokenizer, prompt, said, request.scored or 0, as_ids=request.as_ids)
+            table = prompt_scores(tokenizer, prompt, scores, request.scored or 0, as_ids=request.as_ids)
             text = request.prompt if isinstance(request.prompt, str) else tokenizer.decode_all(prompt.tolist())
             answers.append([text, TokenScores(table), Finish("length", len(prompt), 0)])
         return answers

@@ -178,14 +178,14 @@ class ServedRows:
 
     def scores(self, asked: Sequence[tuple[str, np.ndarray]], top: int) -> list[TokenLogprobs]:
         """Return what models, by name, say of texts (int32 [T]) as `token_logprobs` does: a group's in one batch."""
-        found = dict[int, TokenLogprobs]()
+        scores = dict[int, TokenLogprobs]()
         by_group = defaultdict[BatchGroup, list[int]](list)
         for i, (name, _) in enumerate(asked):
             by_group[self._groups[name]].append(i)
         for group, indices in by_group.items():
             names, texts = zip(*(asked[i] for i in indices), strict=True)
-            found |= zip(indices, self._scores_of(group, names, texts, top), strict=True)
-        return [found[i] for i in range(len(asked))]
+            scores |= zip(indices, self._scores_of(group, names, texts, top), strict=True)
+        return [scores[i] for i in range(len(asked))]
 
     def _scores_of(
         self, group: BatchGroup, names: Sequence[str], texts: Sequence[np.ndarray], top: int

@@ -134,11 +134,11 @@ def read_run(path: Path) -> ServedRun:
 
 def list_runs(runs_dir: Path) -> list[ServedRun]:
     """Return the runs of a directory, the newest first."""
-    found: list[ServedRun] = []
+    runs: list[ServedRun] = []
     for path in runs_dir.iterdir() if runs_dir.is_dir() else ():
         with contextlib.suppress(FormatError):
-            found.append(read_run(path))
-    return sorted(found, key=lambda info: -info.created)
+            runs.append(read_run(path))
+    return sorted(runs, key=lambda info: -info.created)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -181,8 +181,8 @@ def info_of(run_dir: Path, kind: CheckpointKind, name: str) -> CheckpointInfo:
 def list_checkpoints(runs_dir: Path, run: str | None = None) -> list[CheckpointInfo]:
     """Return the checkpoints of a run, or of all, the newest first."""
     names = [check_name("run", run)] if run is not None else [info.name for info in list_runs(runs_dir)]
-    found = [info for name in names for kind in KINDS for info in _of_kind(runs_dir / name, kind)]
-    return sorted(found, key=lambda info: -info.created)
+    checkpoints = [info for name in names for kind in KINDS for info in _of_kind(runs_dir / name, kind)]
+    return sorted(checkpoints, key=lambda info: -info.created)
 
 
 def _of_kind(run_dir: Path, kind: CheckpointKind) -> Iterator[CheckpointInfo]:
@@ -205,15 +205,15 @@ def read_state(runs_dir: Path, path: str) -> tuple[ServedRun, Checkpoint]:
     run, _, _ = parse_path(path)
     if is_trained(runs_dir / run):
         return _read_trained(runs_dir / run, path)
-    found = find_checkpoint(runs_dir, path)
-    if found.kind != "weights":
+    info = find_checkpoint(runs_dir, path)
+    if info.kind != "weights":
         raise ConfigError(
             f"path: {path} has no state to train on, only weights to sample from. Give a path of save_state"
         )
-    saved, problems = checkpoint.newest(found.directory.parent / CHECKPOINTS)
+    saved, problems = checkpoint.newest(info.directory.parent / CHECKPOINTS)
     if saved is None:
         raise FormatError(f"{path}: {problems[0] if problems else 'holds no checkpoint'}")
-    return read_run(runs_dir / found.run), saved
+    return read_run(runs_dir / info.run), saved
 
 
 def run_of(runs_dir: Path, path: str) -> ServedRun:

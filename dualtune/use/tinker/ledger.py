@@ -64,12 +64,12 @@ class Ledger:
             return [path for path, notes in self._notes.items() if (notes.get("expires_at") or now) < now]
 
     def _set(self, of: str, notes: Mapping[str, Any]) -> None:
-        said = {key: value for key, value in notes.items() if value is not None}
-        if said == self._notes.get(of, {}):
+        entry = {key: value for key, value in notes.items() if value is not None}
+        if entry == self._notes.get(of, {}):
             return
-        noted = {key: value for key, value in self._notes.items() if key != of} | ({of: said} if said else {})
+        noted = {key: value for key, value in self._notes.items() if key != of} | ({of: entry} if entry else {})
         text = json.dumps(noted, indent=1)
-        if said and len(text) > MAX_FILE:  # it could not be read again
+        if entry and len(text) > MAX_FILE:  # it could not be read again
             raise ConfigError(f"user_metadata: {FILE} has at most {MAX_FILE} bytes. Delete checkpoints, or say less")
         self._notes = noted
         self._path.parent.mkdir(parents=True, exist_ok=True)

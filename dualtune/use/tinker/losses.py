@@ -136,8 +136,8 @@ def check_inputs(name: str, index: int, inputs: Inputs) -> None:
     if unknown := sorted(inputs.keys() - {*allowed}):
         raise ConfigError(f"{where}: got {unknown[0][:100]}, {name} reads: {', '.join(allowed)}")
     if len(shape) != 1 and not (loss.takes_several and len(shape) == 2 and shape[1] > 0):
-        wanted = "[T] or [T, K]" if loss.takes_several else "[T]"
-        raise ConfigError(f"{where}: target_tokens has the shape {[*shape]}, allowed for {name}: {wanted}")
+        shapes = "[T] or [T, K]" if loss.takes_several else "[T]"
+        raise ConfigError(f"{where}: target_tokens has the shape {[*shape]}, allowed for {name}: {shapes}")
     for key, values in inputs.items():
         if values.shape != shape:
             raise ConfigError(f"{where}: {key} has the shape {[*values.shape]}, and target_tokens {[*shape]}")

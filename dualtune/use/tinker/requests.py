@@ -73,8 +73,8 @@ class TinkerBody(BaseModel):
     def _drop_what_asks_for_nothing(cls, table: Any) -> Any:
         if not isinstance(table, dict):
             return table
-        asked = cast("dict[str, Any]", table)
-        return {key: value for key, value in asked.items() if key in cls.model_fields or value}
+        fields = cast("dict[str, Any]", table)
+        return {key: value for key, value in fields.items() if key in cls.model_fields or value}
 
 
 class CreateSessionBody(TinkerBody):

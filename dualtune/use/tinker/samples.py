@@ -150,12 +150,12 @@ def score_prompts(engine: Engine, pending: Iterable[PendingSamples], bank: Adapt
 
     With a bank, each by the adapter that its rows have.
     """
-    asked = [each for each in pending if each.needs_scores]
-    prompts, adapters = [each.request.prompt for each in asked], [each.rows[0].adapter for each in asked]
-    top = max((each.request.topk_prompt_logprobs for each in asked), default=0)
+    to_score = [each for each in pending if each.needs_scores]
+    prompts, adapters = [each.request.prompt for each in to_score], [each.rows[0].adapter for each in to_score]
+    top = max((each.request.topk_prompt_logprobs for each in to_score), default=0)
     scored = token_logprobs(engine, prompts, top, bank=bank, adapters=adapters)
-    for each, said in zip(asked, scored, strict=True):
-        each.of_prompt = said
+    for each, scores in zip(to_score, scored, strict=True):
+        each.of_prompt = scores
 
 
 def _sequence(row: PromptedRow) -> SampledSequence:

@@ -93,8 +93,8 @@ class TrainingHandler(ApiHandler):
         called = f"{self.command} {path.removeprefix('/api/v1/')}"
         if path.startswith("/api/v1/"):
             for pattern, answer in ROUTES:
-                if found := pattern.fullmatch(called):
-                    return _answered(answer, Call(self, body, parse_qs(url.query), found.groups()))
+                if match := pattern.fullmatch(called):
+                    return _answered(answer, Call(self, body, parse_qs(url.query), match.groups()))
             for pattern, reason in NOT_SERVED.items():
                 if re.fullmatch(pattern, called):
                     raise BadRequest(404, f"{called[:100]} is not served by dualtune: {reason}")

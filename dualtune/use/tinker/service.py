@@ -209,10 +209,10 @@ class TrainingService:
     def _run_table(self, run: ServedRun, checkpoints: Sequence[CheckpointInfo]) -> Table:
         newest = {found.kind: found for found in sorted(checkpoints, key=lambda found: found.created)}
         last = {kind: self._checkpoint_table(found) for kind, found in newest.items()}
-        asked = self._last_request.get(run.name, max([run.created, *(found.created for found in checkpoints)]))
+        last_request = self._last_request.get(run.name, max([run.created, *(found.created for found in checkpoints)]))
         return {
             "training_run_id": run.name, "base_model": run.base, "model_owner": OWNER, "is_lora": True,
-            "lora_rank": run.rank, "last_request_time": _when(asked), "last_checkpoint": last.get("weights"),
+            "lora_rank": run.rank, "last_request_time": _when(last_request), "last_checkpoint": last.get("weights"),
             "last_sampler_checkpoint": last.get("sampler_weights"),
             "user_metadata": _texts(self.ledger.metadata(run.name)),
         }  # fmt: skip
@@ -309,12 +309,12 @@ class TrainingService:
     def list_checkpoints(self, run: str | None, limit: int | None, offset: int) -> Table:
         if run is not None:
             self._run(run)
-        found = sorted(list_checkpoints(self._runs_dir, run), key=lambda checkpoint: checkpoint.created)
+        checkpoints = sorted(list_checkpoints(self._runs_dir, run), key=lambda checkpoint: checkpoint.created)
         if limit is None:
-            return {"checkpoints": [self._checkpoint_table(checkpoint) for checkpoint in found], "cursor": None}
-        found.reverse()
-        tables = [self._checkpoint_table(checkpoint) for checkpoint in found[offset : offset + limit]]
-        return {"checkpoints": tables, "cursor": _cursor(limit, offset, len(found))}
+            return {"checkpoints": [self._checkpoint_table(checkpoint) for checkpoint in checkpoints], "cursor": None}
+        checkpoints.reverse()
+        tables = [self._checkpoint_table(checkpoint) for checkpoint in checkpoints[offset : offset + limit]]
+        return {"checkpoints": tables, "cursor": _cursor(limit, offset, len(checkpoints))}
 
     def _checkpoint_table(self, checkpoint: CheckpointInfo) -> Table:
         expires = self.ledger.expires_at(checkpoint.path)
@@ -431,8 +431,8 @@ class TrainingService:
             except BadRequest as error:
                 self._fail(job.future, error)
         try:
-            asked = [request for _, request in drawn]
-            for index, result in self._host.sample(asked, lambda index: drawn[index][0].future.is_cancelled):
+            requests = [request for _, request in drawn]
+            for index, result in self._host.sample(requests, lambda index: drawn[index][0].future.is_cancelled):
                 job = drawn[index][0]
                 if isinstance(result, Exception):
                     self._fail(job.future, result)

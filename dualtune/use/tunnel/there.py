@@ -98,13 +98,13 @@ def saved(root: Path, known: Mapping[str, Any]) -> Iterator[tuple[str, dict[str,
         names[:] = sorted(name for name in names if not name.startswith("."))
         place = Path(folder).relative_to(root).as_posix()
         if MANIFEST in files or CONFIG_FILE in files:
-            wanted = sorted(name for name in files if not name.startswith("."))
-        elif wanted := [name for name in STATIC if name in files]:
+            unit_files = sorted(name for name in files if not name.startswith("."))
+        elif unit_files := [name for name in STATIC if name in files]:
             place += "/"  # some files of a directory that has others
         with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile: older checkpoints are
-            stamps = {name: _stamp(Path(folder, name)) for name in wanted}
-            if wanted and known.get(place) != stamps:
-                yield place, {"stamps": stamps, "files": {name: _entry(Path(folder, name)) for name in wanted}}
+            stamps = {name: _stamp(Path(folder, name)) for name in unit_files}
+            if unit_files and known.get(place) != stamps:
+                yield place, {"stamps": stamps, "files": {name: _entry(Path(folder, name)) for name in unit_files}}
 
 
 def _stamp(file: Path) -> list[int]:
@@ -131,13 +131,13 @@ def attach(task: FarTask) -> None:
         _begin(home, task)
     root = Path(task.watched).absolute()
     tell("attached", str(root))
-    known: dict[str, Any] = {}
+    stamps: dict[str, Any] = {}
     beats, looked, start = time.time_ns(), 0.0, 0
     while True:
         code = _code_of(home)
         if time.monotonic() - looked > LOOK_S or code is not None:
-            for place, unit in saved(root, known):
-                known[place] = unit["stamps"]
+            for place, unit in saved(root, stamps):
+                stamps[place] = unit["stamps"]
                 tell("saved", [place, unit["files"]])
             looked = time.monotonic()
         start = _pass_on(home / "output", start, is_over=code is not None)
@@ -216,9 +216,9 @@ def _is_held(lock: Path) -> bool:
 def keep(home: Path) -> None:
     """Run the command, and end it when it is asked to or nobody is there any more."""
     task = FarTask.parse((home / "command.json").read_text(encoding="utf-8"))
-    asked: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: asked.append(number))
+        signal.signal(number, lambda number, frame: signals.append(number))
     try:
         command = subprocess.Popen(task.command, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
@@ -232,7 +232,7 @@ def keep(home: Path) -> None:
             now = (home / "lease").read_text(encoding="utf-8")
             if now != lease:
                 lease, seen = now, time.monotonic()
-            if asked or (home / "end").exists() or time.monotonic() - seen > task.lease_s:
+            if signals or (home / "end").exists() or time.monotonic() - seen > task.lease_s:
                 _end(command)
     finally:
         if command.poll() is None:  # somebody has removed `home`: nobody could ask for its end

@@ -47,11 +47,11 @@ class DirectoryStore(ChunkStore):
             if final.is_dir():
                 raise IsADirectoryError(None, "is a directory")
             stored = chunks_of(final) if final.is_file() and final.stat().st_size == size else None
-            begun = None
+            partial = None
             if (part := folder.find_part(part_name)) is not None:
                 with part:
-                    begun = chunks_in(part, size)
-            return StoredState(folder.holds(final.name), stored, begun)
+                    partial = chunks_in(part, size)
+            return StoredState(folder.holds(final.name), stored, partial)
 
     def send(self, upload: Upload, runs: Sequence[range], patience: Patience) -> None:
         final, part_name, chunks = Path(upload.path), Path(upload.part).name, upload.chunks
@@ -181,8 +181,8 @@ class RemoteFiles:
                     patience.show(source.tell(), num_bytes)
             if digest.hexdigest() != sha256:
                 raise FormatError(f"{self.shown(path)}: the local file was changed while it was sent. Push it again")
-            if (got := int(self.fs.info(part)["size"])) != num_bytes:
-                raise Cut(f"{got} of {num_bytes} bytes are there")
+            if (size := int(self.fs.info(part)["size"])) != num_bytes:
+                raise Cut(f"{size} of {num_bytes} bytes are there")
             self.fs.mv(part, path)
         except BaseException:
             with contextlib.suppress(Exception):  # only a clean-up: the first error is reported
