@@ -284,7 +284,7 @@ def _shared(held: GenerationCache | None, text: np.ndarray) -> int:
     if held is None or not isinstance(held.on_device, _CachedText):
         return 0
     shared, layers = held.num_shared(text), cast("list[DynamicLayer]", held.on_device.cache.layers)
-    has_slid = any(layer.is_initialized and layer.keys.shape[2] < shared for layer in layers)
+    has_slid = any(layer.is_initialized and cast(Tensor, layer.keys).shape[2] < shared for layer in layers)
     return 0 if has_slid else shared
 
 
