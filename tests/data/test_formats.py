@@ -137,6 +137,8 @@ GOLDEN = [  # format, row, the example that it must become
      choice(made(OPENED), made(WORSE))),
     ("unpaired_preference", {"prompt": "2+2=", "completion": "4", "label": True}, replace(pair("2+2=", "4"), label=1)),
     ("unpaired_preference", {"prompt": OPENING, "completion": [SAY], "label": False}, made(OPENED, label=-1)),
+    *(("unpaired_preference", {name: "2+2=", "completion": "4", "label": True}, replace(pair("2+2=", "4"), label=1))
+      for name in ("question", "instruction")),
     ("unpaired_preference", {"messages": [*OPENING, SAY], "label": True}, made(OPENED, label=1)),
     ("unpaired_preference", {"conversations": [*OPENING, SAY], "label": False}, made(OPENED, label=-1)),
     ("unpaired_preference", {"instruction": "Add.", "response": "4", "kto_tag": True},
