@@ -14,6 +14,7 @@ import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from email.message import Message
 from http import HTTPStatus
@@ -270,7 +271,7 @@ class ApiHandler(BaseHTTPRequestHandler):
 def json_object(raw: bytes) -> dict[str, Any]:
     """Return the object in a body. BadRequest for anything else."""
     try:
-        body = json.loads(raw)
+        body = json.loads(raw, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
         raise BadRequest(400, f"body: is not JSON: {error}"[:200]) from None
     if not isinstance(body, dict):
@@ -278,13 +279,25 @@ def json_object(raw: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", body)
 
 
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object. ValueError for a key that is given twice: which one counts, readers disagree on."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"'{twice[:50]}' is given more than once")
+    return table
+
+
 MOST_SHOWN = 60  # characters of a value that is refused
 
 
 def invalid_body(error: ValidationError, unknown: Callable[[str], str]) -> BadRequest:
     """Return the refusal for the first fault that pydantic has seen. `unknown`: what is said of a key that it names."""
-    first = error.errors(include_url=False)[0]
-    param = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained")))[:200]
+    errors = error.errors(include_url=False)
+    places = [[str(x) for x in e["loc"] if not str(x).startswith(("list[", "constrained"))] for e in errors]
+    # Of a value that may be a text or a list, there is a fault for each: the one within the list knows more.
+    index = max(range(len(errors)), key=lambda i: len(places[i]) if places[i][: len(places[0])] == places[0] else 0)
+    first, param = errors[index], ".".join(places[index])[:200]
     if first["type"] == "extra_forbidden":
         text = unknown(param)
     else:
