@@ -155,7 +155,7 @@ def _count(keys: dict[str, Any]) -> Counted:
     model: nn.Module = cast(Any, model_class)(cast(Any, args_class).from_dict(keys))
     text = keys["text_config"] if isinstance(keys.get("text_config"), dict) else keys
     if keys.get("tie_word_embeddings", text.get("tie_word_embeddings", True)):
-        for module in model.modules():
+        for module in cast(list[nn.Module], model.modules()):
             with contextlib.suppress(*ERRORS):  # Gemma 3 takes its head away when it is given files without one
                 cast(Any, module).sanitize({})
     modules = dict(model.named_modules())
