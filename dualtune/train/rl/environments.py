@@ -35,7 +35,7 @@ from dualtune.train.rl.drawing import Drawing
 from dualtune.train.rl.isolated import Isolated, imported, serve
 
 KEY = "rollouts.environment"
-MOST_SAID = 1 << 22  # characters at once: more takes minutes and gigabytes to become tokens, too many for any model
+MOST_SAID = 1 << 22  # characters at once: more takes long to become tokens, of which there are too many then
 
 
 @dataclass(slots=True)
