@@ -12,8 +12,9 @@ counted   torch: the storages that exist between steps, and the most that its al
 process   the most anonymous memory of the process during the steps (RssAnon of /proc/PID/status), sampled from
           outside. The whole plan. Loading has returned what it needed to the system.
 
-Adds to results/memory_plan.json after each case, and skips the cases that it has: the whole takes an hour or more.
-Remove the file to measure all again.
+The plan has the packages that were installed where a case was measured. Adds to results/memory_plan.json after each
+case, with its own origin, and skips the cases that it has: the whole takes an hour or more. Remove the file to measure
+all again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -37,7 +38,6 @@ from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.memory.estimate import Ask, estimate
 from dualtune.engine.memory.shapes import Decoder, decoder_of
 
-RESULT = record.RESULTS / "memory_plan.json"
 STEPS = 2
 SAMPLED_EVERY_S = 0.02
 
@@ -119,37 +119,37 @@ def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         work(Case(*sys.argv[2].split(":")))
         return
-    measured = json.loads(RESULT.read_text())["measured"] if RESULT.exists() else {}
+    runs = record.runs("memory_plan")
     for name in sys.argv[1:] or cases():
-        if name not in measured:
-            measured[name] = measure(name)
-            print(name, measured[name], file=sys.stderr, flush=True)
-        figures = compared(measured)
-        record.write("memory_plan", figures)
-    print(json.dumps(figures["gaps"], indent=2), RESULT, sep="\n")
+        if name not in runs:
+            runs[name] = record.origin() | {"measured": measure(name)}
+            print(name, runs[name]["measured"], plan_of(name), file=sys.stderr, flush=True)
+        path = record.write("memory_plan", {"gaps": compared(runs), "runs": runs})
+    print(json.dumps(compared(runs), indent=2), path, sep="\n")
 
 
-def compared(measured: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Return the plan of each case beside what was measured, and how far it is from that."""
-    rows = [plan_of(name) | {"measured": found} for name, found in measured.items()]
-    kinds = ("torch counted", "torch process", "mlx counted", "mlx process")
-    return {"gaps": {kind: gaps(rows, *kind.split()) for kind in kinds}, "rows": rows, "measured": measured}
+def compared(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return how far the plan of today is from what was measured, as a share of it: in the median, and at most."""
+    gaps: dict[str, list[float]] = {}
+    for name, run in runs.items():
+        planned = plan_of(name, frozenset(run["versions"]))
+        for kind, size in run["measured"].items():
+            gaps.setdefault(f"{name.split(':')[0]} {kind}", []).append(planned[kind] / size - 1)
+    return {
+        kind: {
+            "cases": len(shares),
+            "median": round(median(map(abs, shares)), 4),
+            "largest": round(max(shares, key=abs), 4),
+        }
+        for kind, shares in gaps.items()
+    }
 
 
-def plan_of(name: str) -> dict[str, Any]:
+def plan_of(name: str, packages: frozenset[str] | None = None) -> dict[str, int]:
+    """Return the bytes that were planned, where these packages are installed; None: here."""
     case = Case(*name.split(":"))
-    parts = {part.name: part.bytes for part in estimate(case.decoder, case.ask).parts}
-    total = sum(parts.values())
-    return {"case": name, "parts": parts, "planned": {"counted": total - parts["reserve"], "process": total}}
-
-
-def gaps(rows: list[dict[str, Any]], backend: str, kind: str) -> dict[str, float] | None:
-    """Return how far the plan is from what was measured, as a share of it: in the median, and at most."""
-    found = [row["planned"][kind] / row["measured"][kind] - 1 for row in rows if row["case"].startswith(backend)]
-    if not found:
-        return None
-    worst = max(found, key=abs)
-    return {"cases": len(found), "median": round(median(map(abs, found)), 4), "largest": round(worst, 4)}
+    plan = estimate(case.decoder, replace(case.ask, packages=packages))
+    return {"counted": plan.total_bytes - plan["reserve"], "process": plan.total_bytes}
 
 
 def measure(name: str) -> dict[str, int]:
