@@ -9,8 +9,8 @@ two steps. Compared are
 
 counted   torch: the storages that exist between steps, and the most that its allocator hands out at once during a
           forward and a backward pass. MLX: the peak of its allocator. The plan without its reserve.
-process   the most anonymous memory of the process during the steps (RssAnon of /proc/PID/status), sampled from
-          outside. The whole plan. Loading has returned what it needed to the system.
+process   the most anonymous memory of the process during the steps: VmHWM of /proc/PID/status without RssFile, the
+          mapped files. The whole plan. Loading has returned what it needed to the system.
 
 The plan has the packages that were installed where a case was measured. Adds to results/memory_plan.json after each
 case, with its own origin, and skips the cases that it has: the whole takes an hour or more. Remove the file to measure
@@ -20,11 +20,11 @@ all again.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -39,7 +39,6 @@ from dualtune.engine.memory.estimate import Ask, estimate
 from dualtune.engine.memory.shapes import Decoder, decoder_of
 
 STEPS = 2
-SAMPLED_EVERY_S = 0.02
 
 
 def llama(kind: str, hidden: int, inner: int, layers: int, heads: int, vocab: int, *, tied: bool) -> dict[str, Any]:
@@ -117,15 +116,19 @@ class Case:
 
 def main() -> None:
     if sys.argv[1:2] == ["--one"]:
-        work(Case(*sys.argv[2].split(":")))
+        print(json.dumps(work(Case(*sys.argv[2].split(":")))))
         return
     runs = record.runs("memory_plan")
     for name in sys.argv[1:] or cases():
         if name not in runs:
             runs[name] = record.origin() | {"measured": measure(name)}
             print(name, runs[name]["measured"], plan_of(name), file=sys.stderr, flush=True)
-        path = record.write("memory_plan", {"gaps": compared(runs), "runs": runs})
-    print(json.dumps(compared(runs), indent=2), path, sep="\n")
+            write(runs)
+    print(json.dumps(compared(runs), indent=2), write(runs), sep="\n")
+
+
+def write(runs: dict[str, dict[str, Any]]) -> Path:
+    return record.write("memory_plan", {"gaps": compared(runs), "runs": runs})
 
 
 def compared(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -155,36 +158,24 @@ def plan_of(name: str, packages: frozenset[str] | None = None) -> dict[str, int]
 def measure(name: str) -> dict[str, int]:
     """Return the counted bytes of a case, and the most anonymous memory of its process, in a process of its own."""
     command = [sys.executable, __file__, "--one", name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        if child.stdout.readline() != "loaded\n":
-            raise RuntimeError(f"{name} has failed")
-        said: list[str] = []
-        reader = threading.Thread(target=lambda: said.append(child.stdout.readline()))
-        reader.start()
-        peak = 0
-        while not said:
-            peak = max(peak, resident(child.pid).get("RssAnon", 0))
-            time.sleep(SAMPLED_EVERY_S)
-        counted = child.stdout.readline()
-    return {"counted": int(counted), "process": peak}
+    return json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
 
 
-def work(case: Case) -> None:
+def work(case: Case) -> dict[str, int]:
     """The measured process."""
     backend, spec, config = get_backend(case.backend, "cpu"), AdapterConfig(), CONFIGS[case.model]
     if case.decoder.is_gpt2:
         spec = spec.model_copy(update={"targets": ("all-linear",)})
     engine = memory_estimate.load(backend, config, case.ask, spec)
     batch = memory_estimate.one_batch(case.lengths, config["vocab_size"])
-    print("loaded", flush=True)
     backend.reset_peak_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
     for _ in range(STEPS):
         engine.forward_backward(batch, divisor=batch.num_targets)
         backend.synchronize()
         float(engine.optim_step(lr=1e-4, max_grad_norm=1.0).loss)
-    print("stepped", flush=True)
-    print(counted(backend, engine, batch), flush=True)
+    memory = resident(os.getpid())
+    return {"counted": counted(backend, engine, batch), "process": memory["VmHWM"] - memory["RssFile"]}
 
 
 def counted(backend: Backend, engine: Any, batch: Any) -> int:
