@@ -65,7 +65,8 @@ def test_the_recorded_cases_are_within_what_is_promised(benchmark):
     gaps = benchmark.compared(runs)
     promised = {
         "torch counted": (0.02, 0.05), "torch process": (0.03, 0.10),
-        "mlx counted": (0.02, 0.10), "mlx process": (0.04, 0.10),
+        # Beside torch, which was installed there, transformers imports more for Llama than for other families.
+        "mlx counted": (0.02, 0.10), "mlx process": (0.04, 0.15),
     }  # fmt: skip
     for kind, (median, largest) in promised.items():
         assert gaps[kind]["median"] <= median and abs(gaps[kind]["largest"]) <= largest, kind
@@ -86,11 +87,13 @@ def test_the_reserve_of_a_cpu_grows_with_the_peak_and_that_of_a_gpu_does_not():
 def test_a_process_holds_what_its_libraries_import_where_it_is_installed(monkeypatch):
     """mlx-lm imports transformers, which imports torch if it is there; torch imports Triton."""
     both = frozenset(("torch", "triton"))
-    for backend, imported in (("torch", {"triton": 30_000_000}), ("mlx", {"torch": 190_000_000, "triton": 30_000_000})):
+    for backend, imported in (("torch", {"triton": 30_000_000}), ("mlx", {"torch": 210_000_000})):
         ask = replace(CPU, backend=backend)
         alone = estimate(SMOLLM, ask)["reserve"]
         plan = estimate(SMOLLM, replace(ask, packages=both))
         assert plan["reserve"] - alone == sum(imported.values())
         assert all(f"{size:,} B of {name}" in plan.parts[5].formula for name, size in imported.items())
-        monkeypatch.setattr("dualtune.engine.memory.estimate._is_installed", lambda name: name == "triton")
-        assert estimate(SMOLLM, replace(ask, packages=None))["reserve"] - alone == imported["triton"]
+        for is_there in (False, True):
+            monkeypatch.setattr("dualtune.engine.memory.estimate._is_installed", lambda name, there=is_there: there)
+            found = estimate(SMOLLM, replace(ask, packages=None))["reserve"]
+            assert found == (plan["reserve"] if is_there else alone)

@@ -62,11 +62,12 @@ CHUNKED, CHUNKED_COMPILED = {1: (4, 9.7), 2: (4, 13)}, {1: (9.5, 0), 2: (8, 6)}
 AVERAGE = 3  # and with an average: its offset, old and new, and the old weights
 GELU = 4  # tensors kept by GPT-2's activation, including its input and output
 # Memory that is no array. On a Mac: Python with its libraries, Metal's kernels and command buffers. On a CPU, fitted to
-# the processes of benchmarks/memory_plan.py: Python with its libraries, what transformers, which mlx-lm needs, imports
-# beside them, and something for each token (MLX keeps freed buffers). More tokens were not measured.
+# the processes of benchmarks/memory_plan.py: Python with its libraries; torch where it is installed, because mlx-lm
+# imports transformers, which imports it (and for Llama, whose config asks for activations, also torch's compiler: 60 MB
+# that other families do not take); something for each token (MLX keeps freed buffers). More tokens were not measured.
 METAL_RESERVE = 512 << 20
-LIBRARIES, OPTIONAL = 55_000_000, {"torch": 190_000_000, "triton": 30_000_000}
-OF_TOKEN, GROWING_TOKENS = 130_000, 2048
+LIBRARIES, OPTIONAL = 60_000_000, {"torch": 210_000_000}
+OF_TOKEN, GROWING_TOKENS = 60_000, 2048
 
 
 def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
