@@ -305,10 +305,12 @@ def _steps(config: Config, samples: list[SourceSample], order: Order | None, len
     if order is None:
         return Check("steps", "skipped", "not known until the data are tokenized: dualtune preview")
     number = order.num_steps
-    held_out_rows = sum(sample.num_rows or 0 for sample in samples if not sample.is_evaluated) - len(lengths)
-    held_out_text = f", {held_out_rows} rows held out" if held_out_rows else ""
+    num_rows = len(lengths) // answers_in(samples)
+    held_out_rows = sum(sample.num_rows or 0 for sample in samples if not sample.is_evaluated) - num_rows
+    held_out_text = f", {_counted(held_out_rows, 'row')} held out" if held_out_rows else ""
     whole = "" if config.data.dedup == "off" else ", before duplicates are left out"
-    text = f"about {number}: {train.epochs:g} epochs of {len(lengths)} rows{held_out_text}{whole}"
+    epochs = "1 epoch" if train.epochs == 1 else f"{train.epochs:g} epochs"
+    text = f"about {number}: {epochs} of {_counted(num_rows, 'row')}{held_out_text}{whole}"
     if train.warmup >= number:
         fix = f"--set train.warmup={max(1, number // 10)}"
         return Check("steps", "advice", f"{text}, but train.warmup takes {train.warmup}", fix)

@@ -320,13 +320,20 @@ def test_axolotl_passes_grpo_s_options_on_to_trl(translate):
     options = {"num_generations": 6, "reward_funcs": ["rewards.near"], "max_completion_length": 64, "use_vllm": True}
     config, imported, _ = translate(
         AXOLOTL,
-        {"rl": "grpo", "micro_batch_size": 12, "gradient_accumulation_steps": 2, "trl": {**options, "top_k": 5}},
-    )
+        {"rl": "grpo", "micro_batch_size": 12, "gradient_accumulation_steps": 2,
+         "trl": {**options, "top_k": 5, "async_prefetch": True, "reward_num_workers": 4},
+         "datasets": [{"path": "openai/gsm8k", "name": "main", "type": "rewards.prompt_transform"}]},
+    )  # fmt: skip
+    assert config.data.sources()[0].format == "auto"
     ours = config.rollouts
     assert config.train.documents_per_step == 4
     assert (config.train.objective, ours.samples, ours.max_tokens) == ("dapo", 6, 64)
     assert ours.rewards == ("rewards.py:near",) and config.adapter.dropout == 0
-    assert "trl.top_k" in lost(imported) and "trl.use_vllm" not in lost(imported)
+    assert {"trl.top_k", "trl.async_prefetch", "datasets[0].type"} <= lost(imported).keys()
+    assert not {"trl.use_vllm", "trl.reward_num_workers"} & lost(imported).keys()
+    assert "in that step" in str(lost(imported)["trl.async_prefetch"])
+    config, _, _ = translate(AXOLOTL, {"adapter": None, "rl": "grpo", "trl": options})
+    assert config.adapter.method == "full"
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"])

@@ -350,6 +350,9 @@ def test_training_on_samples_of_trl_and_of_those_who_follow_it(translate):
     values, _ = translate("TRL", {"reward_funcs": "f", "loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1})
     assert (values["train.objective"], values["rollouts.clip_high"]) == ("cispo", 4.0)
     assert values["rollouts.clip_low"] == "auto"
+    values, imported = translate("TRL", {"reward_funcs": "f", "use_peft": False, "num_processes": 4})
+    assert (values["adapter.method"], values["train.objective"]) == ("full", "dapo")
+    assert "dualtune launch" in next(row.reason for row in imported.lost if row.key == "num_processes")
     rloo = {"train.objective": "rloo", "rollouts.samples": 2, "rollouts.max_tokens": 512, "rollouts.kl": 0.05,
             "rollouts.clip_low": 0.2, "rollouts.clip_high": 0.2, "train.documents_per_step": 8}  # fmt: skip
     for own in ({"loss_type": "rloo"}, {"reward_clip_range": [0, 1]}, {"normalize_advantages": True}):

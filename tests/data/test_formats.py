@@ -137,6 +137,8 @@ GOLDEN = [  # format, row, the example that it must become
      choice(made(OPENED), made(WORSE))),
     ("unpaired_preference", {"prompt": "2+2=", "completion": "4", "label": True}, replace(pair("2+2=", "4"), label=1)),
     ("unpaired_preference", {"prompt": OPENING, "completion": [SAY], "label": False}, made(OPENED, label=-1)),
+    *(("unpaired_preference", {name: "2+2=", "completion": "4", "label": True}, replace(pair("2+2=", "4"), label=1))
+      for name in ("question", "instruction")),
     ("unpaired_preference", {"messages": [*OPENING, SAY], "label": True}, made(OPENED, label=1)),
     ("unpaired_preference", {"conversations": [*OPENING, SAY], "label": False}, made(OPENED, label=-1)),
     ("unpaired_preference", {"instruction": "Add.", "response": "4", "kto_tag": True},
@@ -396,6 +398,11 @@ def test_a_row_of_another_format_is_a_bad_row(wording):
     _, other, neither = convert(chat(ASK, SAY), {"instruction": "a", "output": "b"}, {str(n): n for n in range(12)})
     wording(other.reason)
     wording(neither.reason)
+
+
+def test_a_row_without_a_column_of_the_named_format_is_told_which_one_may_be_meant():
+    got = reason({"question": "How many?", "answer": "6"}, format="prompt")
+    assert got.endswith("if 'question' is meant, set data.columns: {prompt: question}")
 
 
 def test_columns_map_our_keys_to_the_file_s():

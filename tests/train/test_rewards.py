@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from dualtune.base.errors import ConfigError
+from dualtune.train.rl.isolated import FIRST
 from dualtune.train.rl.rewards import IsolatedReward, JudgedAnswer, Rewards, resolved, short_names
 
 SOURCE = """
@@ -176,10 +177,12 @@ def test_a_query_is_rewarded_for_the_rows_that_it_gives(tmp_path):
 
 def test_a_function_that_fails_costs_its_answer_alone(file, wording):
     rewards = Rewards([f"{file}:sometimes", "exact"], [], 1.0)
-    answers = judged(rewards, "hang", "ab", "exit", "ab")
-    assert [math.isnan(value) for value in answers.totals_N] == [True, False, True, False]
+    answers = judged(rewards, "hang", "ab", "hang", "exit", "ab")
+    assert [math.isnan(value) for value in answers.totals_N] == [True, False, True, True, False]
+    # What a function imports in its first call is lost with the process.
+    assert [FIRST in why for why in answers.failures] == [True, False, False]
     assert not [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "61"]]
-    assert answers.totals_N[[1, 3]].tolist() == [2, 2]
+    assert answers.totals_N[[1, 4]].tolist() == [2, 2]
     wrong = ("raises", "text", "infinite", "too_few", "no_list", "listed")
     others = [judged(Rewards([f"{file}:{name}"], [], 30.0), "a").failures[0] for name in wrong]
     wording([each.replace(str(file), "mine.py") for each in (*answers.failures, *others)])

@@ -406,6 +406,7 @@ EIGHT_BITS = (
 )
 NEAREST = "For another kind of adapter, the nearest here is lora"
 NO_REWARDS = "reward models and PPO are not supported; the nearest is train.objective: grpo with rollouts.rewards"
+LAUNCHED = "`dualtune launch` starts several processes, and memory.sharding splits the base among them"
 _HF = Arguments()
 
 # What LLaMA-Factory and TRL pass on to transformers, under its names.
@@ -433,7 +434,7 @@ RULES: tuple[Rule, ...] = (
     absent("group_by_length length_column_name train_sampling_strategy", "documents are shuffled anew in each epoch"),
     absent("dataloader_drop_last", "every document is used"),
     absent("deepspeed fsdp fsdp_* parallelism_config accelerator_config tp_size ray_* master_addr master_port",
-           "`dualtune launch` starts several processes, and memory.sharding splits the base among them",
+           LAUNCHED,
            "memory.sharding"),
     absent("push_to_hub hub_* push_to_hub_*", "`dualtune push hf://…` publishes an adapter"),
     absent("trust_remote_code", "code from a model's repository is never run; use a model that needs none"),

@@ -11,6 +11,7 @@ from dualtune.config.importing import preferences, samples
 from dualtune.config.importing.arguments import (
     DETECTED,
     EIGHT_BITS,
+    LAUNCHED,
     NAMED_OUTSIDE,
     NEAREST,
     NO_REWARDS,
@@ -59,6 +60,8 @@ _ROLES = ("system", "user", "assistant", "tool")
 _OF_PAIRS = {"field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
 _OWN_PAIRS = {"field_system": "system", "field_prompt": "prompt", "field_chosen": "chosen",
               "field_rejected": "rejected", "field_completion": "completion", "field_label": "label"}  # fmt: skip
+# Of GRPO it is a function of axolotl's user that says where the prompt is.
+_FORMATS_OF = {"kto": "unpaired_preference", "grpo": None}
 # The beginning of the type of preference data that names a template.
 _TEMPLATES_OF_PAIRS = {"chatml": "chatml", "llama3": "llama-3"}
 # Values that match our behaviour, so nothing is lost.
@@ -217,8 +220,8 @@ def _layout(file: ForeignFile, where: str, entry: dict[str, Any]) -> tuple[str |
 
 def _layout_of_pairs(
     file: ForeignFile, where: str, entry: dict[str, Any], objective: str
-) -> tuple[str, dict[str, Any]]:
-    kind, format = entry.get("type"), "unpaired_preference" if objective == "kto" else "preference"
+) -> tuple[str | None, dict[str, Any]]:
+    kind, format = entry.get("type"), _FORMATS_OF.get(objective, "preference")
     columns = {column: entry[key] for key, column in _OF_PAIRS.items() if entry.get(key, column) != column}
     if isinstance(kind, dict):
         for key, value in cast(dict[str, Any], kind).items():
@@ -229,7 +232,7 @@ def _layout_of_pairs(
     elif kind is not None and str(kind).partition(".")[0] not in ("chat_template", *_TEMPLATES_OF_PAIRS):
         file.lose(f"{where}.type", "the columns are found by their names; the prompt comes from data.template", kind)
     if entry.get("message_property_mappings") or entry.get("message_field_role") or entry.get("message_field_content"):
-        _chat_layout(file, where, entry, format)
+        _chat_layout(file, where, entry, format or "messages")
     return format, {column: name for column, name in columns.items() if column != name}
 
 
@@ -342,7 +345,7 @@ def _preference(file: ForeignFile) -> Settings:
         file.lose("dpo_use_weighting", "every pair has the same weight")
     if file.flag("rl_adapter_ref_model"):
         settings["preference.reference"] = file.note("start", "rl_adapter_ref_model")
-    return settings | (preferences.without_dropout(file, "lora_dropout") if "adapter" in file else {})
+    return settings | preferences.without_dropout(file, "lora_dropout")
 
 
 def _batch(file: ForeignFile) -> Settings:
@@ -463,13 +466,16 @@ def _order(file: ForeignFile) -> Settings:
     return {}
 
 
+_PLUGINS = "plugins are not supported; hooks can watch a run, from Python"
+
+
 def _plugins(file: ForeignFile) -> Settings:
     plugins = file.get("plugins")
     for name in cast(list[Any], plugins) if isinstance(plugins, list) else []:
-        if "liger" in str(name).lower() or "cut_cross_entropy" in str(name):
+        if any(part in str(name).lower() for part in ("liger", "cut_cross_entropy", "integrations.kernels")):
             file.skip("plugins", "model.kernels chooses the fast code automatically", value=name)
         else:
-            file.lose("plugins", "plugins are not supported; hooks can watch a run, from Python", value=name)
+            file.lose("plugins", _PLUGINS, value=name)
     return {}
 
 
@@ -489,7 +495,6 @@ _TRAIN_TABLES = (
     "lora_modules_to_save", "peft_trainable_token_indices", "tokens", "special_tokens.additional_special_tokens",
 )  # fmt: skip
 _AUTOMATIC = "the fastest code that keeps the numbers is chosen automatically; see model.kernels"
-_PROCESSES = "`dualtune launch` starts several processes, and memory.sharding splits the base among them"
 
 RULES = (
     renamed("base_model", "model.name", ForeignFile.model),
@@ -616,13 +621,20 @@ RULES = (
     absent("trust_remote_code", "code from a model's repository is never run; use a model that needs none"),
     absent("deepspeed deepcompile fsdp fsdp_* dp_shard_size dp_replicate_size tensor_parallel_size "
            "context_parallel_size sequence_parallel_degree heads_k_stride ring_attn_func expert_parallel_* "
-           "accelerator_config ray_* use_ray", _PROCESSES,
+           "accelerator_config ray_* use_ray", LAUNCHED,
            "memory.sharding"),
     absent("max_memory gpu_memory_limit", "`dualtune plan` shows what fits a limit", "memory.limit"),
     absent("activation_offloading", "`activations` moves the inputs of recomputed layers", "memory.offload"),
     absent("layer_offloading", "a number of layers; the others wait in host memory", "memory.resident_layers"),
     absent("selective_checkpointing", "`{layers: k}` recomputes k layers", "memory.checkpointing"),
-    needless("vllm trl.use_vllm trl.vllm_*", "the fastest way to draw is chosen automatically"),
+    needless("vllm trl.use_vllm trl.vllm_* trl.log_completions trl.num_completions_to_print trl.reward_num_workers "
+             "trl.use_liger_loss trl.skip_zero_advantage_batches",
+             "the fastest way to draw and to judge is chosen automatically; rollouts.jsonl has every answer"),
+    absent("trl.use_data_producer trl.async_prefetch trl.prefetch_depth trl.streaming_* trl.replay_* trl.reroll_*",
+           "the answers of a step are drawn by the model as it is in that step, to the prompts of that step"),
+    absent("trl.sync_ref_model trl.ref_model_*", "the reference stays as it is"),
+    absent("trl.rollout_func", "a class may lead the conversation", "rollouts.environment"),
+    absent("trl.chat_template_kwargs", "a mapping, for all rows", "data.template_variables"),
     absent("ebft nemo_gym_* hatchery", NO_REWARDS),
     needless("dpo_use_liger_kernel dpo_padding_free precompute_ref_log_probs dpo_use_logits_to_keep",
              "what the reference says of the answers is computed once, and the layout does not change the result"),
@@ -632,8 +644,12 @@ RULES = (
            "model.init"),
     absent("revision_of_model", "download the revision, and name its directory in model.name", "model.name"),
     absent("gptq gptq_* model_quantization_config model_quantization_config_kwargs bnb_config_kwargs "
-           "quantize_moe_experts", "the quantizations are nf4, int8, affine4 and affine8", "model.quantization"),
-    absent("save_first_step", "`touch RUN/checkpoint-now` saves at any step"),
+           "quantize_moe_experts nonexpert_quantization dsv4_bf16_all dsv4_fp4_grouped_mode dsv4_fp8_nonexpert_mode "
+           "gemma4_fp8_nonexpert gemma4_nf4_nonexpert",
+           "the quantizations are nf4, int8, affine4 and affine8", "model.quantization"),
+    absent("fp32_norms fp32_norm_classes", "all of the base computes in model.dtype", "model.dtype"),
+    absent("trainer_cls", _PLUGINS),
+    absent("save_first_step dynamic_checkpoint", "`touch RUN/checkpoint-now` saves at any step"),
     needless("model_type tokenizer_type processor_type tokenizer_use_mistral_common tokenizer_use_fast "
              "tokenizer_legacy base_model_config "
              "is_llama_derived_model is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model",
@@ -643,7 +659,8 @@ RULES = (
              "chunked_cross_entropy* sage_attention large_head_attention "
              "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel "
              "use_scattermoe use_sonicmoe use_dsv4_kernels use_glm_dsa_kernels experts_implementation "
-             "gemma4_hybrid_attn_impl llama4_linearized_experts "
+             "gemma4_hybrid_attn_impl llama4_linearized_experts expert_backend moe_grouped_backend "
+             "moe_dequant_chunk_size moe_bnb_fast dsv4_fp8_lora_kernel dsv4_shared_mlp_lora_kernel "
              "fused_attn_kernel use_kernels torch_compile torch_compile_* tf32 tiled_mlp tiled_mlp_*", _AUTOMATIC),
     needless("dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory dataloader_* "
              "remove_unused_columns skip_prepare_dataset num_dataset_shards_to_save streaming "
@@ -661,6 +678,7 @@ RULES = (
              "it belongs to generation: `dualtune chat`, `generate`, `serve`"),
     needless("device device_map local_rank world_size ddp ddp_* gpu_count", "it is set by --platform and the launcher"),
     needless("save_safetensors save_only_model strict debug lora_fan_in_fan_out hf_use_auth_token "
-             "include_tokens_per_second include_tkps profiler_steps experimental_skip_move_to_device",
+             "include_tokens_per_second include_tkps profiler_steps profiler_steps_start data_seed "
+             "experimental_skip_move_to_device",
              "there is nothing to set"),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from dualtune.base.untrusted import read_json
 from dualtune.config.importing import arguments, preferences
 from dualtune.config.importing.arguments import (
     EIGHT_BITS,
+    LAUNCHED,
     NEAREST,
     NO_REWARDS,
     OF_SOURCES,
@@ -104,9 +105,7 @@ def _preference(file: ForeignFile) -> Settings:
     if "pref_bco_weight" in file and file.number("pref_bco_weight"):
         file.lose("pref_bco_weight", "the loss of BCO is not supported yet")
     settings |= _sft_weight(file, objective) | _reference(file, objective)
-    if file.get("finetuning_type") == "lora":
-        settings |= preferences.without_dropout(file, "lora_dropout")
-    return settings
+    return settings | preferences.without_dropout(file, "lora_dropout")
 
 
 def _sft_weight(file: ForeignFile, objective: str) -> Settings:
@@ -391,6 +390,9 @@ RULES = (
     router_balance("moe_aux_loss_coef"),
     absent("use_mca use_megatron_bridge megatron_bridge_args use_hyper_parallel hyper_parallel_* use_kt kt_*",
            "another engine than torch and MLX is not supported"),
+    absent("tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
+           "sequence_parallel use_distributed_optimizer overlap_param_gather overlap_grad_reduce",
+           LAUNCHED, "memory.sharding"),
     absent("freeze_vision_tower freeze_multi_modal_projector freeze_language_model image_* video_* audio_* media_dir "
            "crop_to_patches use_audio_in_video", "models are trained on text alone"),
     absent("split_special_tokens", "what a special token in a row's text means is said for all of them",

@@ -131,6 +131,8 @@ def import_config(
         for key, value in rule.convert(file).items() if rule.convert else ():
             note = value if isinstance(value, Note) else file.note(value, *rule.names)
             settings[key] = Setting(key, note.value, note.comment)
+    if (method := settings.get("adapter.method")) and method.value == "full":
+        settings.pop("adapter.dropout", None)  # an objective turned off what there is none of
 
     # What no setting and no list mentions by now would be lost in silence.
     result = ImportedConfig(name, str(path), [*settings.values()], file.lost, file.needless)

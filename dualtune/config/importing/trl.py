@@ -11,6 +11,7 @@ from typing import Any, cast
 from dualtune.config.importing import arguments, preferences, samples
 from dualtune.config.importing.arguments import (
     EIGHT_BITS,
+    LAUNCHED,
     OF_SOURCES,
     Arguments,
     dora,
@@ -171,7 +172,7 @@ def _preference(file: ForeignFile) -> Settings:
             file.lose(name, reason)
     if not file.flag("sync_ref_model"):
         file.skip_all(_REFERENCE, "what the reference says of the answers is computed once, before training")
-    if file.flag("use_peft") and file.get("disable_dropout") is not False:
+    if file.get("disable_dropout") is not False:
         settings |= preferences.without_dropout(file, "lora_dropout")
     return settings
 
@@ -367,6 +368,8 @@ RULES = (
     router_balance("router_aux_loss_coef"),
     absent("eos_token", "the model's own tokenizer is always used"),
     absent("activation_offloading", "`activations` moves the inputs of recomputed layers", "memory.offload"),
+    absent("accelerate_config num_processes num_machines machine_rank main_process_ip main_process_port",
+           LAUNCHED, "memory.sharding"),
     absent("env", "set environment variables in the shell"),
     absent("dataset_streaming streaming", "rows are always read as a stream, and shuffled as a whole"),
     absent("generate_during_eval", "prompts to answer at an evaluation", "run.sample_prompts"),

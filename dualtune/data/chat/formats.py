@@ -285,6 +285,8 @@ def _unread_label(fields: Mapping[str, Any], read: Collection[str]) -> str:
 
 def _lacks(row: RawRow, name: str, key: str) -> str:
     reason = f"has no '{key}'; its keys are: {listed(row.fields)}"
+    if likely := suggested_columns(row.fields).get(key):
+        reason += f"; if '{likely}' is meant, set data.columns: {{{key}: {likely}}}"
     others = _formats_of(row, {})
     if not others or name in others:
         return reason
@@ -541,7 +543,8 @@ def _judged(layout: Format) -> Format:
         question = max((i for i, message in enumerate(example.messages) if message.role == "user"), default=0)
         return replace(_trained_from(question, example), label=label)
 
-    return Format(convert, (*layout.keys, "label"), layout.optional, {**layout.aliases, "label": LABEL_NAMES[1:]})
+    aliases = {**layout.aliases, "label": LABEL_NAMES[1:]} | ({"prompt": _QUESTIONS} if "prompt" in layout.keys else {})
+    return Format(convert, (*layout.keys, "label"), layout.optional, aliases)
 
 
 def _as_label(value: Any) -> int | None:
@@ -559,6 +562,7 @@ def _is_boolean(fields: Mapping[str, Any]) -> bool:
 
 
 _COMMON = ("system", "tools", "functions")
+_QUESTIONS = ("question", "instruction")  # other names of the prompt where answers are judged
 _PLAIN = {
     "messages": Format(_messages, ("messages",), _COMMON),
     "sharegpt": Format(partial(_messages, key="conversations"), ("conversations",), _COMMON),
@@ -581,7 +585,7 @@ FORMATS = {
             **SYSTEM_NAMES,
             "chosen": ("chosen_response", "response_chosen", "answer_chosen", "preferred_output"),
             "rejected": ("rejected_response", "response_rejected", "answer_rejected", "non_preferred_output"),
-            "prompt": ("question", "instruction"), "messages": ("conversations",),
+            "prompt": _QUESTIONS, "messages": ("conversations",),
             "score_chosen": ("chosen_score", "chosen-rating", "chosen_rating", "chosen_avg_rating"),
             "score_rejected": ("rejected_score", "rejected-rating", "rejected_rating", "rejected_avg_rating"),
         },

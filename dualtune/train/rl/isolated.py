@@ -25,6 +25,8 @@ from dualtune.base.errors import ConfigError
 START_S = 60.0  # until the file is imported, which may import much
 READY, ERROR = "ready", "error"
 ENDED = "its process ended"
+# What a function imports when it is called counts as its time, and is lost with the process: so it fails for ever.
+FIRST = "import at the head of the file what takes long to import, or raise rollouts.reward_timeout_s"
 
 Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -39,6 +41,7 @@ class Isolated:
         self._key, self._module, self._name, self._timeout_s = key, module, name, timeout_s
         self._arguments, self._start_s = arguments, start_s
         self._process: subprocess.Popen[str] | None = None
+        self._has_replied = False  # since it was started
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.about: Mapping[str, Any] = {}
         self._start()
@@ -53,11 +56,14 @@ class Isolated:
             cast(Any, process.stdin).flush()
         reply = self._reply(self._timeout_s if timeout_s is None else timeout_s)
         if not isinstance(reply, str):
+            self._has_replied = True
             return reply.get(ERROR, reply)
         if reply == ENDED:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)  # it may have closed its output, and live
             reply = f"its process ended with {process.poll()}"
+        elif not self._has_replied:
+            reply = f"{reply} in its first call: {FIRST}"
         self.close()
         return reply
 
@@ -77,7 +83,7 @@ class Isolated:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", start_new_session=True
         )
-        self._lines = queue.SimpleQueue()
+        self._lines, self._has_replied = queue.SimpleQueue(), False
         threading.Thread(target=_read_lines, args=(self._process.stdout, self._lines), daemon=True).start()
         reply = self._reply(self._start_s)
         if isinstance(reply, str) or READY not in reply:
