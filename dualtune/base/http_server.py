@@ -14,6 +14,7 @@ import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from email.message import Message
 from http import HTTPStatus
@@ -270,12 +271,21 @@ class ApiHandler(BaseHTTPRequestHandler):
 def json_object(raw: bytes) -> dict[str, Any]:
     """Return the object in a body. BadRequest for anything else."""
     try:
-        body = json.loads(raw)
+        body = json.loads(raw, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
         raise BadRequest(400, f"body: is not JSON: {error}"[:200]) from None
     if not isinstance(body, dict):
         raise BadRequest(400, "body: must be a JSON object")
     return cast("dict[str, Any]", body)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object. ValueError for a key that is given twice: which one counts, readers disagree on."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"'{twice[:50]}' is given more than once")
+    return table
 
 
 MOST_SHOWN = 60  # characters of a value that is refused

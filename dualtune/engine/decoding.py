@@ -74,6 +74,16 @@ def continue_prompt(
         new = [token]
 
 
+def copied_tokens(texts: Sequence[np.ndarray], shared: Sequence[int]) -> tuple[int, list[int]]:
+    """Return the columns before those that are computed of texts (int32 [T]), all ending at the same one, and of how
+    many tokens of each the keys and values are copied, if so many are there.
+
+    As many columns are computed of each as of the text with the most new tokens.
+    """
+    most_new = max(len(text) - number for text, number in zip(texts, shared, strict=True))
+    return max(map(len, texts)) - most_new, [max(0, len(text) - most_new) for text in texts]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 class CannotBatch(Exception):
     """The cache of this model cannot hold several rows. The text says why, for people."""
@@ -157,14 +167,15 @@ class Decoding(Protocol):
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None, held: GenerationCache | None = None,
+        *, adapters: Sequence[int] | None = None, held: Sequence[GenerationCache | None] | None = None,
     ) -> NextLogits:  # fmt: skip
         """Add rows after those that are there, and return the logits after their texts (int32 [T], T >= 1).
 
         `text_of`: the index of each row's text, where several rows begin with the same one, which is computed once. By
         default each text is a row. `adapters`: where there is a bank, the number of each text's adapter in it, or
-        NO_ADAPTER, which is the default. `held`: of a single text, what `Engine.generate` has kept with its adapter: of
-        the tokens at its beginning that are there, keys and values are copied, if the engine can, and not computed.
+        NO_ADAPTER, which is the default. `held`: of each text, what `Engine.generate` or `hold` has kept with its
+        adapter: of the tokens at its beginning that are there, keys and values are copied, if the engine can, and not
+        computed. Of each text as many tokens are computed as of the one with the most new ones.
         """
         ...
 

@@ -340,7 +340,14 @@ def test_training_on_samples_of_trl_and_of_those_who_follow_it(translate):
     more = {**options, "per_device_train_batch_size": 16, "beta": 0.04, "num_iterations": 2, "top_k": 50,
             "mask_truncated_completions": True, "use_vllm": True}  # fmt: skip
     values, imported = translate("TRL", more)
-    assert {"top_k", "mask_truncated_completions"} <= lost(imported)
+    assert {"top_k", "mask_truncated_completions", "use_bias_correction_kl"} <= lost(imported)
+    # What asks for what is so here is not lost, nor the correction of a divergence that is none.
+    as_here = {"mask_truncated_completions": False, "top_k": 0, "top_entropy_quantile": 1.0, "entropy_coef": 0.0,
+               "repetition_penalty": 1.0, "multi_objective_aggregation": "sum_then_normalize"}  # fmt: skip
+    for kl in ({"beta": 0.04, "use_bias_correction_kl": False}, {"beta": 0.0, "use_bias_correction_kl": True}, {}):
+        assert not {*as_here, "use_bias_correction_kl"} & {*lost(translate("TRL", options | as_here | kl)[1])}
+    form = {"vllm_structured_outputs_regex": "[0-9]+", "mask_truncated_completions": True}
+    assert {*form} <= {*lost(translate("TRL", options | form)[1])}
     assert {
         "train.objective": "dapo", "train.documents_per_step": 4, "data.format": "prompt", "adapter.dropout": 0.0,
         "rollouts.rewards": ["number", "my/rewards.py:tidy"], "rollouts.weights": [1.0, 0.5], "rollouts.samples": 4,

@@ -30,6 +30,9 @@ def test_the_cache_is_that_of_the_answers_at_once():
     assert cost.least_s == pytest.approx(-(-64 // cost.at_once) * 256 * read_s)
     _, few = cost_of("rollouts.samples=2", "rollouts.max_tokens=16", limits=False)
     assert (few.answers, few.least_s) == (16, None) and few.at_once == min(16, (1 << 14) // (longest - 240))
+    _, held = cost_of("rollouts.environment=games.py:Game", "rollouts.turns=2")  # of conversations, between two answers
+    per_token = cost.cache_bytes // (cost.at_once * longest)
+    assert held.cache_bytes == cost.cache_bytes + per_token * 2 * (1 << 14)
     assert "16 answers a step" in str(few) and "at least" in str(cost) and "at least" not in str(few)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -208,13 +209,15 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
     (ANSWER + b"Content-Length: 100\r\n\r\n{", "Expecting"),
     (b"SSH-2.0-OpenSSH_9.6\r\n", "SSH"), (b"", "closed connection"),
     (ANSWER + b"Content-Length: 2\r\n\r\n[]", "no JSON object"), (None, "nothing came for 0.2 s"),
+    (..., "after 0.5 s it has sent [1-9][0-9]* bytes, and no end"),
 ])  # fmt: skip
 def test_a_server_that_dies_while_it_answers_or_is_too_slow_is_asked_again_and_then_named(
     tiny_softmax, said, told, monkeypatch
 ):
-    """`said`: what it says before it closes the connection; None: nothing, and it stays open."""
+    """`said`: what it says before it closes the connection; None: nothing, and it stays open; ...: it never ends."""
     monkeypatch.setattr(served_teacher, "PAUSES_S", (0.0,))
-    monkeypatch.setattr(served_teacher, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(served_teacher, "SILENCE_S", 0.2 if said is None else 60.0)
+    monkeypatch.setattr(served_teacher, "ANSWER_S", 0.5)
     asked, kept = [], []
 
     def answer(server):
@@ -225,7 +228,11 @@ def test_a_server_that_dies_while_it_answers_or_is_too_slow_is_asked_again_and_t
                 if said is None:
                     kept.append(connection)
                     continue
-                connection.sendall(said)
+                connection.sendall(ANSWER + b"\r\n" if said is ... else said)
+                with contextlib.suppress(OSError):  # until its client goes
+                    while said is ...:
+                        connection.sendall(b" ")
+                        time.sleep(0.05)
                 connection.close()
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -233,7 +240,7 @@ def test_a_server_that_dies_while_it_answers_or_is_too_slow_is_asked_again_and_t
         thread.start()
         address = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
         teacher = ServedTeacher(DistillConfig(teacher=address), Tokenizer(tiny_softmax, "none"))
-        with pytest.raises(TeacherLost, match=f"{told}.*The run resumes when it does"):
+        with pytest.raises(TeacherLost, match=f"{told}.*The run begins, or resumes"):
             teacher.start(None, None)
         server.shutdown(socket.SHUT_RDWR)
         thread.join()

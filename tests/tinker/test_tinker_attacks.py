@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from dualtune.base import http_server
+from dualtune.base.errors import ConfigError
+from dualtune.use.tinker import ledger
 from dualtune.use.tinker import requests as requests_module
 
 DATA = {
@@ -48,6 +50,7 @@ def test_foreign_hosts_keys_types_and_paths_are_refused(train_server):
         (b"Content-Length: %d\r\n" % (requests_module.MAX_BODY + 1), b"413"),
         (b"Content-Length: 9999999999999999999\r\n", b"413"), (b"Content-Length: 2\r\nContent-Length: 3\r\n", b"400"),
         (b"Transfer-Encoding: chunked\r\n", b"501"), (b"X: " + b"y" * 70_000 + b"\r\n", b"431"),
+        (b"X: y\r\n" * 200, b"431"), (b"Connection: Upgrade\r\nUpgrade: websocket\r\n", b"411"),
     ],
 )  # fmt: skip
 def test_a_body_whose_size_is_wrong_is_not_read(shared, headers, status):
@@ -60,6 +63,8 @@ def test_a_body_whose_size_is_wrong_is_not_read(shared, headers, status):
 def test_a_slow_client_is_cut_off(shared, monkeypatch):
     now = [time.monotonic()]
     monkeypatch.setattr(http_server, "monotonic", lambda: now[0])
+    while shared.server._waiting_since:  # connections of the test before
+        time.sleep(0.01)
     with socket.create_connection(("127.0.0.1", shared.port), timeout=20) as connection:
         connection.sendall(b"POST /api/v1/forward_backward HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         while not shared.server._waiting_since:
@@ -76,6 +81,11 @@ def test_a_slow_client_is_cut_off(shared, monkeypatch):
         ("create_session", b"[" * 100_000, "JSON"), ("create_session", b"\xff\xfe", "JSON"),
         ("create_session", {"tags": ["x"] * 1000}, "tags"), ("create_session", {"tags": [], "admin": True}, "admin"),
         ("create_session", {"tags": [], "project_id": "p"}, "project_id"),
+        ("create_session", b'{"tags": [], "tags": ["x"]}', "tags"),
+        ("create_session", b'{"user_metadata": {"a": "b", "c": "d", "a": "e"}}', "'a'"),
+        ("create_session", {"user_metadata": {"a": [[[]]]}}, "user_metadata.a"),
+        ("create_session", {"user_metadata": {"a": "x" * 1001}}, "user_metadata.a"),
+        ("create_session", b'{"user_metadata": {"a": NaN}}', "user_metadata.a"),
         ("session_heartbeat", {"session_id": "../../etc"}, "session_id"),
         ("optim_step", {"model_id": "../..:train:0", "adam_params": {}}, "model_id"),
         ("optim_step", {"model_id": "a:train:0", "seq_id": -1, "adam_params": {}}, "seq_id"),
@@ -92,6 +102,15 @@ def test_a_body_that_is_wrong_names_its_key(shared, path, body, words):
     status, table = shared.post(path, body)
     assert status == 400 and words in table["detail"] and len(table["detail"]) < 600
     assert is_served(shared)
+
+
+def test_notes_that_could_not_be_read_again_are_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "MAX_FILE", 300)
+    notes = ledger.Ledger(tmp_path)
+    notes.note("a", metadata={"x": "y"})
+    with pytest.raises(ConfigError, match="user_metadata"):
+        notes.note("b", metadata={"x": "y" * 300})
+    assert notes.metadata("b") is None and ledger.Ledger(tmp_path).metadata("a") == {"x": "y"}
 
 
 @pytest.mark.parametrize(("rank", "seq"), [(1 << 40, 0), (513, 0), (0, 0), (-1, 0), (4, 1 << 70)])

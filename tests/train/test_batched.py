@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -469,21 +469,28 @@ def test_what_is_held_of_a_text_is_not_computed_again(model, request):
     read_on = [*islice(engine.generate(read, choose=Chooser(GREEDY, frozenset()), cache=held), 3)]
     texts = [np.array([*read, *read_on]), np.array([*read[:20], 9, 8, 7]), read[::-1], read[:1]]
     texts = [text.astype(np.int32) for text in texts]
+    each_alone, together = [[0], [1], [2], [3]], [[0, 1], [3, 2]]
 
-    def entered(**options):
-        decoding, found = engine.decoding(), []
-        for text in texts:  # each beside those that are there
-            found += [decoding.enter([text], **options).rows()[-1]]
-        return np.stack([*found, *decoding.advance(np.array([6, 7, 8, 9], np.int32)).rows()])
+    def entered(groups, held=None):
+        decoding, found = engine.decoding(), dict[int, np.ndarray]()
+        for group in groups:  # beside those that are there
+            options = {} if held is None else {"held": [None if i == 3 else held for i in group]}
+            logits = decoding.enter([texts[i] for i in group], **options).rows()
+            found |= zip(group, logits[-len(group) :], strict=True)
+        advanced = decoding.advance(np.array([6 + i for group in groups for i in group], np.int32)).rows()
+        after = dict(zip(chain(*groups), advanced, strict=True))
+        return np.stack([*(found[i] for i in range(4)), *(after[i] for i in range(4))])
 
-    expected = entered()
-    for _ in range(2):
-        np.testing.assert_allclose(entered(held=held), expected, atol=1e-5)
+    expected = entered(each_alone)
+    for groups in (each_alone, together, [[1, 3, 0]], [[0, 1, 3]]):
+        groups = [*groups, [i for i in range(4) if i not in chain(*groups)]]
+        np.testing.assert_allclose(entered([each for each in groups if each], held), expected, atol=1e-5)
     assert held.num_shared(texts[0]) == (26 if caches else 0) and (held.on_device is not None) == caches
     # Of another adapter, where it would be wrong, it shows that it is used, and of which texts.
     engine.load_adapter_state(random_adapter(engine.adapter_state(), seed=4))
-    differs = np.abs(entered(held=held) - entered()).max(-1) > 1e-3
-    assert differs.tolist() == [caches and i in (0, 1) for i in (0, 1, 2, 3) * 2]
+    for groups in (each_alone, together):
+        differs = np.abs(entered(groups, held) - entered(groups)).max(-1) > 1e-3
+        assert differs.tolist() == [caches and i in (0, 1) for i in (0, 1, 2, 3) * 2]
 
 
 def test_what_a_batch_has_computed_of_a_text_is_held(model, request, monkeypatch):
@@ -503,7 +510,7 @@ def test_what_a_batch_has_computed_of_a_text_is_held(model, request, monkeypatch
         cache = held[row.number]
         assert cache.tokens == (row.text[:-1].tolist() if caches else [])
         text = np.array([*row.text, 7, 8, 9], np.int32)
-        logits = [engine.decoding().enter([text], **each).rows() for each in ({}, {"held": cache})]
+        logits = [engine.decoding().enter([text], **each).rows() for each in ({}, {"held": [cache]})]
         np.testing.assert_allclose(*logits, atol=1e-5)
         said = [[*islice(engine.generate(text, choose=Chooser(GREEDY, frozenset()), cache=each), 3)]
                 for each in (None, cache)]  # fmt: skip
@@ -515,7 +522,7 @@ def test_what_a_batch_has_computed_of_a_text_is_held(model, request, monkeypatch
     # Of another adapter, where it would be wrong, it shows that it is used.
     engine.load_adapter_state(random_adapter(engine.adapter_state(), seed=4))
     text, cache = prompts[3], held[3]
-    logits = [engine.decoding().enter([text], **each).rows() for each in ({}, {"held": cache})]
+    logits = [engine.decoding().enter([text], **each).rows() for each in ({}, {"held": [cache]})]
     assert (np.abs(logits[0] - logits[1]).max() > 1e-3) == caches
 
 
@@ -544,10 +551,11 @@ def test_what_is_held_of_texts_is_limited():
     assert held.num_tokens == 0 and held.longest("b", following[0]) is None
 
 
-def test_a_row_whose_beginning_is_held_enters_by_itself(model, monkeypatch):
-    """Rows that have read less than it is worth enter together, and all get what they get alone."""
+def test_rows_whose_beginnings_are_held_enter_apart_from_new_ones(model, monkeypatch):
+    """As do rows that have read less than it is worth, and all get what they get alone."""
     read = np.arange(5, 5 + FEWEST_HELD, dtype=np.int32)
-    prompts = [np.append(read, 9), np.array([5, 6], np.int32), np.append(read[:-1], 9), np.append(read, 8)]
+    prompts = [np.append(read, 9), np.array([5, 6], np.int32), np.append(read[:-1], 9), np.append(read, 8),
+               np.append(read, [8, 9])]  # fmt: skip
     prompts = [prompt.astype(np.int32) for prompt in prompts]
     expected = [alone(model, GREEDY, number, prompt) for number, prompt in enumerate(prompts)]
     rows = [prompted_row(model, number, prompt, GREEDY) for number, prompt in enumerate(prompts)]
@@ -569,5 +577,5 @@ def test_a_row_whose_beginning_is_held_enters_by_itself(model, monkeypatch):
     check_decoding(model.engine, prompts)
     counts.clear()
     found = {each.number: each for each in continue_rows(model, rows, bounds=Bounds(least_share=0.0))}
-    assert [(found[n].text, found[n].num_tokens, found[n].is_whole) for n in range(4)] == expected
-    assert counts == [(1, True), (2, False), (1, True)]
+    assert [(found[n].text, found[n].num_tokens, found[n].is_whole) for n in range(5)] == expected
+    assert counts == [(1, True), (2, False), (2, True)]

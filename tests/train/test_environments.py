@@ -11,8 +11,11 @@ import pytest
 from dualtune.base.errors import ConfigError, Paused
 from dualtune.data.chat.conversations import Message
 from dualtune.data.tokens.tokenizer import Tokenizer
+from dualtune.engine.decoding import copied_tokens
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
+from dualtune.train.generation.batched import check_decoding
 from dualtune.train.prepare import prepare
+from dualtune.train.rl import environments
 from dualtune.train.rl.environments import Episodes, Objects, environment_of, turns_of
 from dualtune.train.run import load_engine, run
 from dualtune.train.step import TrainingStep
@@ -90,6 +93,47 @@ def test_a_conversation_is_one_document_in_which_the_models_tokens_are_targets(g
         assert row["completion"].endswith(tokenizer.decode_all(document.tokens[document.loss_mask].tolist())[-1:])
         seen.add(len(own))
     assert len(seen) > 1 and step._loss.metrics["logprob_gap"] < 1e-4
+
+
+@pytest.mark.parametrize("lab", ["torch", "mlx"], indirect=True)
+def test_an_answer_computes_of_its_conversation_what_is_new(game_lab, monkeypatch):
+    """The same conversations as if all of each were computed again; beyond the limit some are."""
+    config = game_lab.config(**settings(game_lab, data__eval=0))
+
+    def drawn(most_tokens):
+        monkeypatch.setattr(environments, "MOST_TOKENS", most_tokens)
+        prepared = prepare(config, game_lab.backend)
+        engine = load_engine(prepared)
+        check_decoding(engine, [np.arange(5, dtype=np.int32)])
+        computed, decoding = list[list[int]](), engine.decoding
+
+        def counted():
+            made = decoding()
+            enter = made.enter
+
+            def entered(texts, *args, held=None, **options):
+                kept = [0 if own is None else own.num_shared(text)
+                        for own, text in zip(held or [None] * len(texts), texts, strict=True)]  # fmt: skip
+                _, copied = copied_tokens(texts, kept)
+                computed.append([len(text) - own for text, own in zip(texts, copied, strict=True)])
+                return enter(texts, *args, held=held, **options)
+
+            made.enter = entered
+            return made
+
+        monkeypatch.setattr(engine, "decoding", counted)
+        step = TrainingStep(prepared, engine, 0, prepared.batches)
+        try:
+            step.add_gradients()
+        finally:
+            prepared.rollouts.close()
+        return step, [*map(sum, computed)]
+
+    (again, all_again), (step, computed), (_, some) = (drawn(most) for most in (0, 1 << 14, 100))
+    assert step.samples.rows == again.samples.rows and step._loss.metrics["logprob_gap"] < 1e-4
+    assert len(computed) == len(all_again) > 2 and computed[0] == all_again[0]
+    assert sum(computed) < sum(some) < sum(all_again)
+    assert sum(computed[1:]) < sum(all_again[1:]) / 2, (computed, all_again)
 
 
 def test_a_resumed_run_holds_the_same_conversations(game_lab, weights_of):
@@ -205,6 +249,8 @@ def test_an_environment_that_is_not_there_is_refused(tmp_path, monkeypatch, name
 def test_an_environment_says_texts_or_messages(said):
     with pytest.raises((ValueError, TypeError, KeyError)):
         turns_of(said)
+    with pytest.raises(ValueError, match=str(environments.MOST_SAID + 1)):
+        turns_of([{"role": "user", "content": each} for each in ("x" * environments.MOST_SAID, "y")])
     assert (
         turns_of("a") == turns_of([{"role": "user", "content": "a", "name": "x"}]) == [{"role": "user", "content": "a"}]
     )

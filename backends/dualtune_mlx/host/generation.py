@@ -13,7 +13,14 @@ from mlx import nn
 from mlx_lm.models.cache import BatchKVCache, KVCache, can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from dualtune.engine.adapter_bank import adapters_of
-from dualtune.engine.decoding import CannotBatch, GenerationCache, LikelyRow, likely_on_host, likely_rows
+from dualtune.engine.decoding import (
+    CannotBatch,
+    GenerationCache,
+    LikelyRow,
+    copied_tokens,
+    likely_on_host,
+    likely_rows,
+)
 from dualtune_mlx.host.adapter_bank import BankedModel
 
 
@@ -36,16 +43,38 @@ class RowsCache(BatchKVCache):
         return None if N == 1 else "causal"
 
 
-def _begin(entered: list[RowsCache], held: GenerationCache, text: np.ndarray) -> int:
-    """Put what is held of a text (int32 [T]) into new layers. Return of how many tokens that is."""
-    shared = held.num_shared(text)
-    if not shared or not held.on_device or any(type(layer) is not KVCache for layer in held.on_device):
+def _begin(entered: list[RowsCache], held: Sequence[GenerationCache | None], texts: Sequence[np.ndarray]) -> list[int]:
+    """Put what is held of texts (int32 [T]) into new layers. Return of how many tokens of each that is."""
+    shared = [_shared(cache, text) for cache, text in zip(held, texts, strict=True)]
+    begin, copied = copied_tokens(texts, shared)
+    if not any(copied):
+        return copied
+    sources = [cache.on_device if cache and number else None for cache, number in zip(held, copied, strict=True)]
+    padding = [begin - number for number in copied]
+    for n, layer in enumerate(entered):
+        own = [source and (source[n].keys, source[n].values) for source in sources]
+        layer.keys, layer.values = (_right_aligned([each and each[i] for each in own], copied, begin) for i in (0, 1))
+        layer.left_padding, layer.offset, layer._idx = mx.array(padding), mx.array(copied), begin
+        layer.has_padding = any(padding)
+    return copied
+
+
+def _shared(held: GenerationCache | None, text: np.ndarray) -> int:
+    """Return how many tokens of the beginning of a text can be copied."""
+    if held is None or not held.on_device or any(type(layer) is not KVCache for layer in held.on_device):
         return 0
-    for layer, own in zip(entered, held.on_device, strict=True):
-        # As many columns as tokens: those that are added find no room, and so copy these.
-        layer.keys, layer.values = own.keys[..., :shared, :], own.values[..., :shared, :]
-        layer.offset, layer._idx = layer.offset + shared, shared
-    return shared
+    return held.num_shared(text)
+
+
+def _right_aligned(rows: Sequence[mx.array | None], lengths: Sequence[int], width: int) -> mx.array:
+    """Return the first columns of each row [1, G, T, d], so many, as the last ones of an array [B, G, width, d].
+
+    Of as many columns as tokens: those that are added find no room, and so copy these.
+    """
+    some = next(row for row in rows if row is not None)
+    empty = mx.zeros((1, some.shape[1], 0, some.shape[3]), some.dtype)
+    firsts = (empty if row is None else row[..., :length, :] for row, length in zip(rows, lengths, strict=True))
+    return mx.concatenate([mx.pad(row, [(0, 0), (0, 0), (width - row.shape[2], 0), (0, 0)]) for row in firsts])
 
 
 class MlxDecoding:
@@ -64,24 +93,23 @@ class MlxDecoding:
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None, held: GenerationCache | None = None,
+        *, adapters: Sequence[int] | None = None, held: Sequence[GenerationCache | None] | None = None,
     ) -> MlxNextLogits:  # fmt: skip
         self._forget_ahead()
         adapters_B = adapters_of(texts, adapters)
-        padding = [max(map(len, texts)) - len(text) for text in texts]
         entered = [RowsCache([0] * len(texts)) for _ in make_prompt_cache(self._model)]
-        begin = _begin(entered, held, texts[0]) if held is not None and len(texts) == 1 else 0
+        copied = _begin(entered, held or [None] * len(texts), texts)
+        new = [text[number:] for text, number in zip(texts, copied, strict=True)]
+        padding = [max(map(len, new)) - len(text) for text in new]
         # The last tokens follow by themselves: the output head computes nothing else, because MLX is lazy.
-        tokens_BT = np.array(
-            [[*text[:-1], *[0] * spare] for text, spare in zip(texts, padding, strict=True)], np.int32
-        )[:, begin:]
+        tokens_BT = np.array([[*text[:-1], *[0] * spare] for text, spare in zip(new, padding, strict=True)], np.int32)
         if tokens_BT.size:
             for layer in entered:
                 layer.prepare(right_padding=padding)
             self._logits(mx.array(tokens_BT), entered, adapters_B)
             for layer in entered:
                 layer.finalize()
-                layer.has_padding = any(padding)
+                layer.has_padding |= any(padding)
         logits = self._next_logits(mx.array([int(text[-1]) for text in texts]), entered, adapters_B)
         if text_of is not None:
             index = mx.array(list(text_of))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from dualtune.engine.adapter_bank import adapters_of
-from dualtune.engine.decoding import CannotBatch, GenerationCache, LikelyRow, likely_rows
+from dualtune.engine.decoding import CannotBatch, GenerationCache, LikelyRow, copied_tokens, likely_rows
 from dualtune_torch.host.adapter_bank import BankedModel
 from dualtune_torch.host.inputs import to_device
 from dualtune_torch.kernels import allocator
@@ -179,6 +179,20 @@ class GrowingLayer(DynamicLayer):
         self.lazy_initialization(keys, values)
         self._hold((keys, values), keys.shape[2])
 
+    def begin_with(self, rows: Mapping[int, DynamicLayer], lengths_B: Sequence[int], width: int) -> None:
+        """Hold copies of the first columns of other layers, so many, as the last of a width; zeros before them.
+
+        `rows`: the layers by the row that each becomes.
+        """
+        tensors = [cast("tuple[Tensor, Tensor]", (layer.keys, layer.values)) for layer in rows.values()]
+        self.lazy_initialization(*tensors[0])
+        rooms = [_room(tensor, len(lengths_B), width) for tensor in tensors[0]]
+        for room, own in zip(rooms, zip(*tensors, strict=True), strict=True):
+            room[:, :, :width] = 0
+            for row, tensor in zip(rows, own, strict=True):
+                _written(room, tensor[:, :, : lengths_B[row]], row, width)
+        self._hold(rooms, width)
+
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens."""
@@ -248,18 +262,30 @@ def _new_cache() -> Cache:
     return Cache(layer_class_to_replicate=GrowingLayer)
 
 
-def _begun(held: GenerationCache, text: np.ndarray) -> tuple[Cache, int]:
-    """Return a cache with the keys and values that are held of a text (int32 [T]), and of how many tokens these are."""
-    cache, shared = _new_cache(), held.num_shared(text)
-    layers: list[Any] = held.on_device.cache.layers if isinstance(held.on_device, _CachedText) else []
-    if not shared or any(layer.is_initialized and layer.keys.shape[2] < shared for layer in layers):  # a window slid
+def _begun(held: Sequence[GenerationCache | None], texts: Sequence[np.ndarray]) -> tuple[Cache, int]:
+    """Return a cache with the keys and values that are held of texts (int32 [T]), and its columns."""
+    shared = [_shared(own, text) for own, text in zip(held, texts, strict=True)]
+    begin, copied_B = copied_tokens(texts, shared)
+    sources = {i: cast(_CachedText, own.on_device).cache.layers
+               for i, own in enumerate(held) if own is not None and copied_B[i]}  # fmt: skip
+    cache = _new_cache()
+    if not sources:
         return cache, 0
-    for layer in layers:
-        grown = GrowingLayer()
-        if layer.is_initialized:
-            grown.begin(layer.keys[:, :, :shared], layer.values[:, :, :shared])
+    for layers in zip(*sources.values(), strict=True):
+        grown, rows = GrowingLayer(), dict(zip(sources, cast("Sequence[DynamicLayer]", layers), strict=True))
+        if layers[0].is_initialized:
+            grown.begin_with(rows, copied_B, begin)
         cache.layers.append(grown)
-    return cache, shared if layers else 0
+    return cache, begin
+
+
+def _shared(held: GenerationCache | None, text: np.ndarray) -> int:
+    """Return how many tokens of the beginning of a text can be copied."""
+    if held is None or not isinstance(held.on_device, _CachedText):
+        return 0
+    shared, layers = held.num_shared(text), cast("list[DynamicLayer]", held.on_device.cache.layers)
+    has_slid = any(layer.is_initialized and cast(Tensor, layer.keys).shape[2] < shared for layer in layers)
+    return 0 if has_slid else shared
 
 
 class TorchDecoding:
@@ -286,14 +312,14 @@ class TorchDecoding:
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None, held: GenerationCache | None = None,
+        *, adapters: Sequence[int] | None = None, held: Sequence[GenerationCache | None] | None = None,
     ) -> TorchNextLogits:  # fmt: skip
         lengths_B, adapters_B = np.array([len(text) for text in texts], np.int64), adapters_of(texts, adapters)
         width = int(lengths_B.max())
         tokens_BT = np.zeros((len(texts), width), np.int64)
         for row, text in zip(tokens_BT, texts, strict=True):
             row[width - len(text) :] = text
-        entered, begin = _begun(held, texts[0]) if held is not None and len(texts) == 1 else (_new_cache(), 0)
+        entered, begin = _begun(held or [None] * len(texts), texts)
         logits = self._next_logits(tokens_BT[:, begin:], lengths_B, width, entered, adapters_B)
         if text_of is not None:
             (indices,) = to_device([np.array(text_of)], self._device)

@@ -75,7 +75,7 @@ def _quantization(file: ForeignFile) -> Settings:
 _SAMPLED = {"num_generations": "group_size", "loss_type": "grpo_loss_type", "reward_funcs": "reward_functions"}
 _GRPO = {
     "loss_type": "grpo", "num_generations": 4, "max_completion_length": 512, "temperature": 0.8, "beta": 0.1,
-    "epsilon": 1e-4,
+    "epsilon": 1e-4, "use_bias_correction_kl": False,
 }  # fmt: skip
 _OF_GRPO = (
     "group_size epsilon epsilon_high max_completion_length temperature reward_weights reward_functions "

@@ -13,11 +13,12 @@ from dualtune.config.importing.table import ForeignFile, Note, Settings
 DEFAULTS: dict[str, Any] = {
     "num_generations": 8, "max_completion_length": 256, "temperature": 1.0, "top_p": 1.0, "beta": 0.0, "epsilon": 0.2,
     "num_iterations": 1, "scale_rewards": "group", "loss_type": "dapo", "importance_sampling_level": "token",
+    "use_bias_correction_kl": True,
 }  # fmt: skip
 OF_RLOO: dict[str, Any] = {"num_generations": 2, "max_completion_length": 512, "beta": 0.05}  # where it differs
 KEYS = (
     "reward_funcs reward_weights num_generations max_completion_length temperature top_p beta num_iterations epsilon "
-    "epsilon_high scale_rewards loss_type importance_sampling_level"
+    "epsilon_high scale_rewards loss_type importance_sampling_level use_bias_correction_kl"
 )
 _NUMBERS = {  # ours -> theirs
     "rollouts.samples": "num_generations", "rollouts.max_tokens": "max_completion_length",
@@ -41,13 +42,18 @@ LOST = {
     "generation_batch_size": "a step learns from the answers that it has drawn",
     "multi_objective_aggregation": "rewards are added with their weights, and then compared",
     "top_entropy_quantile": "all tokens of an answer count",
-    "use_bias_correction_kl": "the divergence of a token counts alike, whatever its ratio",
     "entropy_coef": "the loss has no bonus for entropy",
     "use_adaptive_entropy": "the loss has no bonus for entropy",
     "max_tool_calling_iterations": "rollouts.turns limits the answers to an environment: rollouts.environment",
     "off_policy_mask_threshold": "no answer is left out for its ratio",
     "reward_model_name_or_path": "a reward is a function: FILE.py:FUNCTION in rollouts.rewards may ask a model",
+    "vllm_structured_outputs_regex": "answers are drawn from all tokens; rollouts.rewards may judge their form: regex:",
 }
+_AS_HERE: dict[str, tuple[Any, ...]] = {  # values of these that ask for what is so here
+    "mask_truncated_completions": (False,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,),
+    "multi_objective_aggregation": ("sum_then_normalize",), "top_entropy_quantile": (1,), "entropy_coef": (0,),
+    "use_adaptive_entropy": (False,),
+}  # fmt: skip
 NEEDLESS = (
     "use_vllm vllm_* use_transformers_paged cache_implementation num_generations_eval log_completions "
     "num_completions_to_print log_unique_prompts ds3_gather_for_generation log_multimodal log_completions_hub_repo "
@@ -95,8 +101,11 @@ def sampled(
             file.lose(name["scale_rewards"], "an advantage is divided by a deviation or by nothing")
         settings["rollouts.advantage_scale"] = file.note(_SCALES.get(scale, "group"), name["scale_rewards"])
     for key, reason in LOST.items():
-        if name[key] in file:
+        if name[key] in file and file.get(name[key]) not in _AS_HERE.get(key, ()):
             file.lose(name[key], reason)
+    if not is_rloo and file.number(name["beta"]) and file.flag(name["use_bias_correction_kl"]):
+        reason = "the gradient of a token's divergence has no part from its ratio; TRL 1.16 adds it unless told not to"
+        file.lose(name["use_bias_correction_kl"], reason)
     return settings | {"adapter.dropout": Note(0.0, "samples are drawn without dropout")}
 
 

@@ -20,6 +20,7 @@ from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank
 from dualtune.engine.backend import NOISE, Engine
 from dualtune.engine.decoding import CannotBatch, Decoding, GenerationCache, NextLogits
 from dualtune.train.fingerprints import TOP_K, plain_batch
+from dualtune.train.generation.held_texts import HeldConversations
 from dualtune.train.generation.inference import LoadedModel, allowed_tokens
 from dualtune.train.generation.sampling import LIKELY_TOKENS, Chooser, Sampling, choose_all
 from dualtune.train.generation.token_logprobs import TokenLogprobs, TopTokens, token_logprobs
@@ -29,6 +30,10 @@ MOST_TOKENS = 1 << 14  # in the cache, rows times the longest: 2 GiB for a Llama
 FEWEST_HELD = 16  # tokens: fewer are computed together with the others that enter
 TRIAL_TOKENS = (8, 3)  # of the two texts by which a batch is checked
 _checked: WeakKeyDictionary[Engine, set[frozenset[str]]] = WeakKeyDictionary()  # and the layers of which banks
+
+
+def _nothing() -> None:
+    """Free no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +51,14 @@ class Bounds:
         Each time that rows enter, the cache of the others is copied.
         """
         entering, longest, widest = list[PromptedRow](), max((row.most_tokens for row in active), default=0), 0
+        are_held = bool(waiting) and waiting[0].begins_held  # those whose beginnings are held enter by themselves
         while waiting and (count := len(active) + len(entering) + 1) <= self.rows:
             longest = max(longest, waiting[0].most_tokens)
             widest = max(widest, waiting[0].num_tokens)
             is_large = count * longest > self.tokens or (entering and (len(entering) + 1) * widest > self.entering)
-            begins_held = waiting[0].begins_held
-            if (count > 1 and is_large) or (entering and begins_held):
+            if (count > 1 and is_large) or (entering and waiting[0].begins_held != are_held):
                 break
             entering.append(waiting.popleft())
-            if begins_held:
-                break
         if active and waiting and len(entering) < self.least_share * (len(active) + len(entering)):
             waiting.extendleft(reversed(entering))
             return []
@@ -90,7 +93,7 @@ class PromptedRow:
 
     @property
     def begins_held(self) -> bool:
-        """Whether enough of its beginning is held, so that it is worth entering by itself."""
+        """Whether enough of its beginning is held, so that it is worth entering apart from those that are new."""
         return self.held is not None and self.held.num_shared(self.text) >= FEWEST_HELD
 
     @property
@@ -164,6 +167,7 @@ def sample_all(
     numbers: Sequence[Sequence[int]] | None = None,
     prompt_logprobs: bool = False,
     top_logprobs: int = 0,
+    held: HeldConversations | None = None,
     bounds: Bounds | None = None,
     is_shortage: Callable[[BaseException], bool] = lambda error: False,
     tell: Callable[[str], object] = lambda text: None,
@@ -173,7 +177,8 @@ def sample_all(
     `stops`: texts with which a continuation ends as soon as they are complete. `numbers`: of each prompt, on which its
     random numbers depend; by default its index. `prompt_logprobs`: also score the tokens of the prompts, which takes a
     forward pass of its own. `top_logprobs`: how many of the most probable tokens in the place of each sampled token
-    (and of each of the prompt, if that is scored) to return, at most LIKELY_TOKENS. The rest is as in `continue_all`.
+    (and of each of the prompt, if that is scored) to return, at most LIKELY_TOKENS. `held`: of the prompts, which are
+    conversations with one answer each now. The rest is as in `continue_all`.
     """
     if not 0 <= top_logprobs <= LIKELY_TOKENS:
         raise ValueError(f"top_logprobs: got {top_logprobs}, allowed: 0 to {LIKELY_TOKENS}")
@@ -187,7 +192,13 @@ def sample_all(
         for sample in range(num_samples)
     ]  # fmt: skip
     scored = token_logprobs(model.engine, prompts, top_logprobs) if prompt_logprobs else [None] * len(prompts)
-    for row, continuation in _continued(model, rows, bounds, is_shortage, tell):
+    free: Callable[[], object] = _nothing
+    if held is not None:
+        free = held.forget
+        for row in rows:
+            row.held, row.keep = held.take(row.number), held.keeper(row.number)
+        rows.sort(key=lambda row: not row.begins_held)  # so that all of them enter together
+    for row, continuation in _continued(model, rows, bounds, is_shortage, tell, free):
         last = () if row.choose.stopped_by is None else (row.choose.stopped_by,)
         tokens = np.array([*row.tokens, *last], np.int32)
         logprobs = np.array(row.choose.logprobs, np.float32)
@@ -256,8 +267,9 @@ def continue_rows(
 def _continued(
     model: LoadedModel, rows: Sequence[PromptedRow], bounds: Bounds | None,
     is_shortage: Callable[[BaseException], bool], tell: Callable[[str], object],
+    free: Callable[[], object] = _nothing,
 ) -> Iterator[tuple[PromptedRow, Continuation]]:  # fmt: skip
-    for row in ended_rows(model.engine, rows, bounds or Bounds(), is_shortage, tell):
+    for row in ended_rows(model.engine, rows, bounds or Bounds(), is_shortage, tell, free=free):
         interrupt.poll()
         text = _text(model, row.prompt, row.tokens)
         if stop := model.tokenizer.stop_text:
@@ -268,9 +280,9 @@ def _continued(
 
 def ended_rows(
     engine: Engine, rows: Sequence[PromptedRow], bounds: Bounds, is_shortage: Callable[[BaseException], bool],
-    tell: Callable[[str], object], bank: AdapterBank | None = None,
+    tell: Callable[[str], object], bank: AdapterBank | None = None, free: Callable[[], object] = _nothing,
 ) -> Iterator[PromptedRow]:  # fmt: skip
-    """Yield each row when it has ended.
+    """Yield each row when it has ended. `free` frees memory that can be done without.
 
     With a bank each row has its own adapter. CannotBatch, before the first row, if the engine cannot do that.
     """
@@ -286,14 +298,17 @@ def ended_rows(
         if len(rows) > 1:
             tell(f"answers one by one: {reason}")
     else:
-        yield from RowBatch(engine, bounds, is_shortage, tell, bank).ended(rows)
+        yield from RowBatch(engine, bounds, is_shortage, tell, bank, free).ended(rows)
         return
     for row in rows:
-        for token in engine.generate(row.prompt, choose=row.choose):
+        cache, row.held = row.held or GenerationCache(), None
+        for token in engine.generate(row.prompt, choose=row.choose, cache=cache):
             interrupt.poll()
             row.append(token)
             if row.has_ended:  # what is asked for takes a forward pass
                 break
+        if row.keep is not None:
+            row.keep(cache)
         yield row
 
 
@@ -305,7 +320,7 @@ class RowBatch:
 
     def __init__(
         self, engine: Engine, bounds: Bounds, is_shortage: Callable[[BaseException], bool],
-        tell: Callable[[str], object], bank: AdapterBank | None = None, free: Callable[[], object] = lambda: None,
+        tell: Callable[[str], object], bank: AdapterBank | None = None, free: Callable[[], object] = _nothing,
     ) -> None:  # fmt: skip
         """`free` frees memory that can be done without, before a batch becomes smaller."""
         self._free = free
@@ -372,6 +387,8 @@ class RowBatch:
         self._tell(f"memory ran out with {len(self.active)} answers at once; {self._bounds.rows} from here on")
         self.waiting.extendleft(reversed(self.active))
         self.active, self._is_their_turn = [], False
+        for row in self.waiting:
+            row.held = None
         del self._decoding
         self._free()
         self._engine.discard()
@@ -407,18 +424,20 @@ def _next_tokens(
 
 def _enter(decoding: Decoding, rows: Sequence[PromptedRow]) -> NextLogits:
     """Enter rows, of which those with the same text and adapter are computed once."""
-    number_of, text_of = dict[tuple[int, bytes], int](), list[int]()
-    texts, adapters = list[np.ndarray](), list[int]()
+    number_of, text_of, are_held = dict[tuple[int, bytes], int](), list[int](), rows[0].begins_held
+    texts, adapters, held = list[np.ndarray](), list[int](), list[GenerationCache | None]()
     for row in rows:
         text = row.text
         number = number_of.setdefault((row.adapter, text.tobytes()), len(texts))
         if number == len(texts):
             texts.append(text)
             adapters.append(row.adapter)
+            held.append(row.held)
         text_of.append(number)
+        row.held = None
     options: dict[str, Any] = {} if set(adapters) == {NO_ADAPTER} else {"adapters": adapters}
-    if len(rows) == 1 and rows[0].begins_held:
-        options["held"], rows[0].held = rows[0].held, None
+    if are_held:
+        options["held"] = held
     return decoding.enter(texts, **options) if len(texts) == len(rows) else decoding.enter(texts, text_of, **options)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import numpy as np
 
 from dualtune.engine.decoding import GenerationCache
@@ -58,3 +61,36 @@ class HeldTexts:
     def forget(self, name: str | None = None) -> None:
         """Hold nothing of a model; by default of none."""
         self._held = [each for each in self._held if name not in (None, each[0])]
+
+
+class HeldConversations:
+    """What was computed of conversations, by name, until each gets its next answer; their tokens are limited together.
+
+    Those that end an answer first are held first, and the limit is no matter of free memory: what is held changes
+    roundings, and a step that is repeated draws the same.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        self.most_tokens = most_tokens
+        self._held, self._asking = dict[str, GenerationCache](), list[tuple[str, bool]]()
+
+    def go_on(self, asking: Mapping[str, bool]) -> None:
+        """Let these get an answer, by their index from here on, and hold nothing of others. True: not its last."""
+        self._asking = [*asking.items()]
+        self._held = {name: cache for name, cache in self._held.items() if name in asking}
+
+    def take(self, index: int) -> GenerationCache | None:
+        """Return what is held of a conversation, which is held no more."""
+        return self._held.pop(self._asking[index][0], None)
+
+    def keeper(self, index: int) -> Callable[[GenerationCache], None] | None:
+        """Return what keeps the cache of a conversation; None at its last answer."""
+        name, goes_on = self._asking[index]
+        return partial(self._put, name) if goes_on else None
+
+    def _put(self, name: str, cache: GenerationCache) -> None:
+        if sum(len(each.tokens) for each in self._held.values()) + len(cache.tokens) <= self.most_tokens:
+            self._held[name] = cache
+
+    def forget(self) -> None:
+        self._held.clear()

@@ -22,7 +22,7 @@ class SamplingCost:
     answers: int
     at_once: int
     max_tokens: int
-    cache_bytes: int  # keys and values of all layers, where all answers at once are as long as they may be
+    cache_bytes: int  # keys and values of all layers, where all answers are as long as they may be, and those held
     total_bytes: int  # with what is in memory beside it
     has_bytes: int
     least_s: float | None  # each token reads all weights once, and computes with them; None: no limits are known
@@ -52,7 +52,10 @@ def sampling_cost(config: Config, plan: MemoryPlan, prompts: int, limits: Machin
     longest = ask.max_length + rollouts.max_tokens
     answers = prompts * rollouts.samples
     at_once = max(1, min(MOST_ROWS, answers, MOST_TOKENS // longest))
-    cache = at_once * longest * cache_bytes(decoder, ask.dtype)
+    held = 0
+    if rollouts.environment and rollouts.turns > 1:  # of those that wait, and of those that have their next answer
+        held = min(MOST_TOKENS, answers * ask.max_length) * (1 if answers == at_once else 2)
+    cache = (at_once * longest + held) * cache_bytes(decoder, ask.dtype)
     beside = sum(part.bytes for part in plan.estimate.parts if part.name != "activations")
     seconds = None
     if limits is not None and (flops := limits.product_flops.get(ask.dtype)):

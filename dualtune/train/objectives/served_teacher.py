@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from itertools import repeat
 from typing import Any, cast
 
@@ -31,13 +31,18 @@ from dualtune.train.fingerprints import PROMPTS
 
 KEY = "DUALTUNE_TEACHER_KEY"  # the environment variable with the key of the server
 AT_ONCE = 8  # requests
-TIMEOUT_S, PAUSES_S = 120.0, (1.0, 4.0, 16.0)
+SILENCE_S, ANSWER_S = 120.0, 600.0  # until something comes, and until all has come
+PAUSES_S = (1.0, 4.0, 16.0)
 MAX_ANSWER = 1 << 28  # bytes
 REFUSED = (400, 404, 405, 413, 422, 501)  # HTTP: of what is asked, not of who asks or when
 INSTEAD = (
     "A teacher must honour echo, max_tokens: 0, logprobs and return_tokens_as_token_ids of /completions with a prompt "
     "of token ids, as dualtune serve and vLLM do; mlx_lm.server, transformers serve and llama.cpp's server do not. "
     "Instead, serve the model with dualtune serve, or let distill.teacher be its directory"
+)
+UNKNOWN = (
+    "Does a server run there, and is this the address up to its last part before /models, as http://127.0.0.1:8000/v1? "
+    "The run begins, or resumes, when it answers"
 )
 MORE_THAN_ALLOWED = (
     "If it allows fewer tokens a place, lower distill.top_k; vLLM allows 20, or what --max-logprobs says"
@@ -68,6 +73,7 @@ class ServedTeacher:
         self._tokenizer, self._top_k = tokenizer, settings.top_k
         self._address, self._model = settings.teacher.rstrip("/"), settings.served_as or ""
         self.identity = f"served, {settings.served_as or 'by its only name'}"
+        self._has_answered = False
 
     def start(self, student: Engine, spec: AdapterSpec) -> None:
         """Ask for the names of its models, and for the probe.
@@ -75,6 +81,7 @@ class ServedTeacher:
         ConfigError if it is not clear which model is meant, if the server cannot score tokens, or reads others.
         """
         listed = self._asked("/models").get("data")
+        self._has_answered = True
         names = [str(each["id"]) for each in cast("list[dict[str, Any]]", listed)] if isinstance(listed, list) else []
         if not self._model and len(names) == 1:
             (self._model,) = names
@@ -158,8 +165,8 @@ class ServedTeacher:
         for pause in (*PAUSES_S, None):
             interrupt.poll()
             try:
-                with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                    parsed = json.loads(answer.read(MAX_ANSWER))
+                with urllib.request.urlopen(request, timeout=SILENCE_S) as answer:
+                    parsed = json.loads(_read(answer))
                 if isinstance(parsed, dict):
                     return cast("dict[str, Any]", parsed)
                 reason = "its answer is no JSON object"
@@ -169,15 +176,33 @@ class ServedTeacher:
                     raise RequestRefused(reason) from error
                 if error.code < 500 and error.code != 429:  # it would say the same again
                     break
+            except _TooLong as error:
+                reason = str(error)
             except (OSError, HTTPException, ValueError) as error:  # cut off in the middle, too
                 is_late = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
-                reason = f"nothing came for {TIMEOUT_S:g} s" if is_late else str(error).strip() or type(error).__name__
+                reason = f"nothing came for {SILENCE_S:g} s" if is_late else str(error).strip() or type(error).__name__
             if pause is not None:
                 time.sleep(pause)
+        what_to_do = "The run resumes when it does" if self._has_answered else UNKNOWN
         raise TeacherLost(
-            f"distill.teacher: {self._address}{path} does not answer: {reason}. The run resumes when it does; a key is "
-            f"read from {KEY}"
+            f"distill.teacher: {self._address}{path} does not answer: {reason}. {what_to_do}; a key is read from {KEY}"
         )
+
+
+class _TooLong(Exception):
+    """An answer that does not come to its end."""
+
+
+def _read(answer: HTTPResponse) -> bytes:
+    """Return the body of an answer. _TooLong for one that takes too long, or has too many bytes."""
+    ends, body = time.monotonic() + ANSWER_S, bytearray()
+    while piece := answer.read1(1 << 20):
+        body += piece
+        if time.monotonic() > ends:
+            raise _TooLong(f"after {ANSWER_S:g} s it has sent {len(body)} bytes, and no end")
+        if len(body) > MAX_ANSWER:
+            raise _TooLong(f"it has sent more than {MAX_ANSWER} bytes")
+    return bytes(body)
 
 
 def same_teacher(before: str | None, probe: np.ndarray) -> str:

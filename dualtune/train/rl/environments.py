@@ -16,10 +16,10 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -29,11 +29,13 @@ from dualtune.data.chat.conversations import Message
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Engine
-from dualtune.train.generation.batched import Completion
+from dualtune.train.generation.batched import MOST_TOKENS, Completion
+from dualtune.train.generation.held_texts import HeldConversations
 from dualtune.train.rl.drawing import Drawing
 from dualtune.train.rl.isolated import Isolated, imported, serve
 
 KEY = "rollouts.environment"
+MOST_SAID = 1 << 22  # characters at once: more takes minutes and gigabytes to become tokens, too many for any model
 
 
 @dataclass(slots=True)
@@ -94,6 +96,10 @@ class Episode:
     is_whole: bool = True  # not ended by a limit
 
     @property
+    def id(self) -> str:
+        return f"{self.prompt}/{self.number}"
+
+    @property
     def dialogue(self) -> Dialogue:
         """The last one, which goes on."""
         return self.dialogues[-1]
@@ -127,6 +133,9 @@ class Episode:
 
     def end(self, *, is_whole: bool = True, problem: str = "") -> None:
         self.has_ended, self.is_whole, self.problem = True, is_whole, problem
+
+
+E = TypeVar("E", bound=Episode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +185,23 @@ class Episodes:
         ]
         for each in episodes:
             self._begin(each, prompts[each.prompt])
-        one = replace(drawing, num_samples=1)
-        for turn in range(self._turns):
-            active = [each for each in episodes if not each.has_ended]
-            numbers = [(*prompts[each.prompt].numbers, each.number, turn) for each in active]
-            answers = one.samples(engine, [each.dialogue.so_far for each in active], numbers) if active else []
-            for each, answer in zip(active, answers, strict=True):
+        held = HeldConversations(MOST_TOKENS)
+        while active := [each for each in episodes if not each.has_ended]:
+            for each, answer in self._answers(engine, drawing, active, prompts, held):
                 self._answer(each, prompts[each.prompt], answer)
         self._environment.ask({"forget": True})
         return episodes
+
+    def _answers(
+        self, engine: Engine, drawing: Drawing, asking: Sequence[E], prompts: Sequence[Asked], held: HeldConversations
+    ) -> Iterator[tuple[E, Completion]]:
+        """Yield conversations with their next answers, drawn together. `held`: of all that go on."""
+        if not asking:
+            return
+        numbers = [(*prompts[each.prompt].numbers, each.number, len(each.drawn)) for each in asking]
+        held.go_on({each.id: len(each.drawn) + 1 < self._turns for each in asking})
+        texts = [each.dialogue.so_far for each in asking]
+        yield from zip(asking, replace(drawing, num_samples=1).samples(engine, texts, numbers, held), strict=True)
 
     def _begin(self, episode: Episode, asked: Asked) -> None:
         """Let the environment ask. Where that fails, the prompt of the row is answered without a reward."""
@@ -225,7 +242,7 @@ class Episodes:
     def _ask(self, episode: Episode, asked: Asked) -> dict[str, Any] | str:
         """Return the reply to the last answer, or what is asked if there is none yet."""
         return self._environment.ask({
-            "id": f"{episode.prompt}/{episode.number}", "row": asked.row, "texts": episode.texts,
+            "id": episode.id, "row": asked.row, "texts": episode.texts,
             "seed": int(np.random.default_rng([self._drawing.sampling.seed, 7, *asked.numbers]).integers(1 << 62)),
         })  # fmt: skip
 
@@ -281,6 +298,8 @@ def turns_of(said: Any) -> list[dict[str, str]] | None:
     turns = [{key: turn[key] for key in ("role", "content")} for turn in cast("list[dict[str, Any]]", listed)]
     if not all(isinstance(value, str) for turn in turns for value in turn.values()):
         raise ValueError("an environment says a text, or messages with the texts role and content")
+    if (said_characters := sum(len(turn["content"]) for turn in turns)) > MOST_SAID:
+        raise ValueError(f"it says {said_characters} characters at once, allowed: {MOST_SAID}. Let it cut its text")
     return turns
 
 

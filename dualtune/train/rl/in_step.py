@@ -79,7 +79,7 @@ class DecodingInStep:
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None, held: GenerationCache | None = None,
+        *, adapters: Sequence[int] | None = None, held: Sequence[GenerationCache | None] | None = None,
     ) -> NextLogits:  # fmt: skip
         self._tell()
         return self._decoding.enter(texts, text_of, adapters=adapters, held=held)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,8 @@ from dualtune.data.chat.row_values import as_list, as_object
 from dualtune.data.chat.template import TEMPLATES_WITH_TOOLS
 from dualtune.data.sources.rows import RowError
 from dualtune.engine.backend import Engine
-from dualtune.train.generation.batched import Completion
+from dualtune.train.generation.batched import MOST_TOKENS, Completion
+from dualtune.train.generation.held_texts import HeldConversations
 from dualtune.train.rl.drawing import Drawing
 from dualtune.train.rl.environments import KEY, Asked, Dialogue, Episode, Episodes
 from dualtune.train.rl.isolated import Isolated
@@ -76,10 +77,6 @@ class LedEpisode(Episode):
     is_within: bool = True  # no limit of the config has refused a request
 
     @property
-    def id(self) -> str:
-        return f"{self.prompt}/{self.number}"
-
-    @property
     def outcome(self) -> Episode:
         return Episode(**{each.name: getattr(self, each.name) for each in fields(Episode)})
 
@@ -96,12 +93,10 @@ class PackageEpisodes(Episodes):
             for n, asked in enumerate(prompts)
             for sample in range(drawing.num_samples)
         ]
-        one = replace(drawing, num_samples=1)
+        held = HeldConversations(MOST_TOKENS)
 
         def answer(asking: Sequence[LedEpisode]) -> None:
-            numbers = [(*prompts[each.prompt].numbers, each.number, len(each.drawn)) for each in asking]
-            answers = one.samples(engine, [each.dialogue.so_far for each in asking], numbers) if asking else []
-            for each, drawn in zip(asking, answers, strict=True):
+            for each, drawn in self._answers(engine, drawing, asking, prompts, held):
                 self._give(each, drawn)
 
         while active := [each for each in episodes if not each.has_ended]:

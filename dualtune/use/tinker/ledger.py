@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dualtune.base.errors import FormatError
+from dualtune.base.errors import ConfigError, FormatError
 from dualtune.base.files import write_file
 
 FILE = "tinker_notes.json"
@@ -67,9 +67,13 @@ class Ledger:
         entry = {key: value for key, value in notes.items() if value is not None}
         if entry == self._notes.get(of, {}):
             return
-        self._notes = {key: value for key, value in self._notes.items() if key != of} | ({of: entry} if entry else {})
+        noted = {key: value for key, value in self._notes.items() if key != of} | ({of: entry} if entry else {})
+        text = json.dumps(noted, indent=1)
+        if entry and len(text) > MAX_FILE:  # it could not be read again
+            raise ConfigError(f"user_metadata: {FILE} has at most {MAX_FILE} bytes. Delete checkpoints, or say less")
+        self._notes = noted
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(self._path, json.dumps(self._notes, indent=1))
+        write_file(self._path, text)
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

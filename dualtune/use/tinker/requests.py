@@ -49,7 +49,9 @@ Lifetime = Annotated[int, Field(ge=HOUR, le=TEN_YEARS)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
-Metadata = Annotated[dict[Text, Any], Field(max_length=64)]
+Metadata = Annotated[
+    dict[Text, Text | bool | int | Annotated[float, Field(allow_inf_nan=False)] | None], Field(max_length=64)
+]
 
 
 class BadTurn(BadRequest):
