@@ -71,3 +71,21 @@ def test_a_head_without_rotation_may_have_a_rotated_part_of_0(tmp_path):
 def test_a_padded_head_writes_no_token_beyond_the_unpadded_ones(model):
     (model / "config.json").write_text(json.dumps({"vocab_size": 320, "unpadded_vocab_size": 310}))
     assert vocabulary_size(model) == 310
+
+
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("model/config.json", "give the model in it: .*/model$"),
+        ("first-Q8_0.gguf", r"give the GGUF file in it: .*/first-Q8_0\.gguf$"),
+        ("dualtune/first/first-Q8_0.gguf", r"give the GGUF file in it: .*first-Q8_0\.gguf$"),  # for LM Studio
+        ("adapter/adapter_config.json", "--adapter or adapter.init_from"),
+        ("adapter_config.json", "--adapter or adapter.init_from"),
+        ("notes.txt", "a model directory in Hugging Face layout is needed"),
+    ],
+)
+def test_a_run_or_an_export_in_place_of_a_model_is_told_what_to_give(tmp_path, file, what):
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(EnvironmentFault, match=f"has no config.json; .*{what}"):
+        resolve_model(str(tmp_path))

@@ -234,6 +234,14 @@ def _module_by_module(
                 model.set_submodule(path, packed(module, dtype, partial(nf4.linear, dtype=dtype)))
             return model
         _check_by_headers(config, weights)
+        if made := by_module.made_otherwise(model, weights):
+            chosen = f"model.quantization: got '{quantization}'"
+            if request.resident_layers is not None:
+                chosen = f"memory.resident_layers: got {request.resident_layers}"
+            raise ConfigError(
+                f"{chosen}, which reads a model tensor by tensor, but transformers makes {made} of several tensors of "
+                "the files. Allowed: model.quantization none or nf4, without memory.resident_layers"
+            )
         by_module.load(model, weights, finish, device)
         return model
     torch.manual_seed(request.seed)

@@ -72,6 +72,7 @@ class Preempted(DualtuneError):
     """A signal stopped the run, and its state is saved: run the same command again."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
+    again = "Run the same command again to continue."
 
 
 class Paused(Preempted):

@@ -293,8 +293,11 @@ MOST_SHOWN = 60  # characters of a value that is refused
 
 def invalid_body(error: ValidationError, unknown: Callable[[str], str]) -> BadRequest:
     """Return the refusal for the first fault that pydantic has seen. `unknown`: what is said of a key that it names."""
-    first = error.errors(include_url=False)[0]
-    param = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained")))[:200]
+    errors = error.errors(include_url=False)
+    places = [[str(x) for x in e["loc"] if not str(x).startswith(("list[", "constrained"))] for e in errors]
+    # Of a value that may be a text or a list, there is a fault for each: the one within the list knows more.
+    index = max(range(len(errors)), key=lambda i: len(places[i]) if places[i][: len(places[0])] == places[0] else 0)
+    first, param = errors[index], ".".join(places[index])[:200]
     if first["type"] == "extra_forbidden":
         text = unknown(param)
     else:

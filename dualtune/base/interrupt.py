@@ -26,8 +26,16 @@ GRACE_S = 5.0
 
 Abandon = Callable[[], bool]
 
+
+class Abandoned(Preempted):
+    """A signal stopped work of which nothing is kept."""
+
+    again = "Nothing is kept of it: the same command starts it again."
+
+
 _received: signal.Signals | None = None
 _handling = False
+_error = Preempted  # what a stop raises
 
 
 class _Polling(threading.local):
@@ -38,19 +46,23 @@ _polling = _Polling()
 
 
 @contextlib.contextmanager
-def handled(signals: tuple[signal.Signals, ...] = ALL, abandon: Abandon | None = None) -> Generator[None]:
+def handled(
+    signals: tuple[signal.Signals, ...] = ALL, abandon: Abandon | None = None, *, error: type[Preempted] = Preempted
+) -> Generator[None]:
     """Let the signals set the flag. Do nothing inside another such block or outside the main thread.
+
+    `error`: what a stop raises, Abandoned where the same command would not continue.
 
     If a signal gets no answer, `abandon` is called in another thread: it cleans up and returns True if the process may
     be ended, or False if there is still something to save.
     """
-    global _received, _handling
+    global _received, _handling, _error
     if _handling or threading.current_thread() is not threading.main_thread():
         yield
         return
     caught = [s for s in signals if s != signal.SIGHUP or signal.getsignal(s) in (signal.SIG_DFL, _end_early)]
     before = {s: signal.signal(s, _handle) for s in caught}
-    _handling = True
+    _handling, _error = True, error
     try:
         with _ended_if_unanswered(frozenset(caught), abandon) if abandon else contextlib.nullcontext():
             yield
@@ -59,7 +71,7 @@ def handled(signals: tuple[signal.Signals, ...] = ALL, abandon: Abandon | None =
             # The signal may come twice: Slurm sends it to a job and to each step. The second must not kill a saved run.
             is_late = _received is not None and s in TERMINATION and handler in (signal.SIG_DFL, _end_early)
             signal.signal(s, signal.SIG_IGN if is_late else handler)
-        _received, _handling = None, False
+        _received, _handling, _error = None, False, Preempted
 
 
 @contextlib.contextmanager
@@ -123,7 +135,7 @@ def _ended_if_unanswered(signals: frozenset[signal.Signals], abandon: Abandon) -
 def _end(name: signal.Signals) -> None:
     """End the process at once, without Python's streams: the main thread may hold their locks."""
     show_cursor = "\x1b[?25h" if os.isatty(2) else ""
-    text = f"{show_cursor}\nStopped by {name.name}. Run the same command again to continue.\n"
+    text = f"{show_cursor}\nStopped by {name.name}. {_error.again}\n"
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
     os._exit(Preempted.exit_code)
@@ -154,7 +166,7 @@ def poll() -> None:
 
 def stopped() -> Preempted | None:
     """Return the error of a signal that has asked to stop."""
-    return None if _received is None else Preempted(f"Stopped by {_received.name}")
+    return None if _received is None else _error(f"Stopped by {_received.name}")
 
 
 def _handle(number: int, frame: FrameType | None) -> None:

@@ -12,6 +12,7 @@ from dualtune.base import interrupt
 from dualtune.base.errors import FormatError
 from dualtune.base.text import in_columns
 from dualtune.cli.options import backend_for, directory_name, json_option, other_base_option, platform_option, say_json
+from dualtune.cli.program import program, quoted
 from dualtune.cli.screen import phases
 from dualtune.cli.suggest import SuggestingGroup
 from dualtune.cli.terminal import say
@@ -198,7 +199,7 @@ def difference_text(difference: AdapterDifference) -> str:
 @click.option("--base", metavar="MODEL", required=True, help="The plain base model: a directory or a hub id.")
 @other_base_option
 @platform_option
-@interrupt.handled(interrupt.TERMINATION)
+@interrupt.handled(interrupt.TERMINATION, error=interrupt.Abandoned)
 def merge(directory: Path, out: Path, base: str, other_base: bool, platform: str) -> None:
     """Write MODEL with the adapter of DIRECTORY added to its weights to the new directory OUT.
 
@@ -231,3 +232,4 @@ def merge(directory: Path, out: Path, base: str, other_base: bool, platform: str
     trained = "".join(f", and {module} as trained" for module in sizes_of(engine.adapter_shapes) or ())
     merged = f"{len(modules_of(adapter.tensors))} modules merged{trained}"
     say(f"{out}: {base} with {merged}, in {engine.description.dtype}")
+    say(f"next        {program()} chat {quoted(out)}")

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 )
 @platform_option
 @json_option
-@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+@interrupt.handled(interrupt.TERMINATION, interrupt.always, error=interrupt.Abandoned)  # Ctrl-C ends it at once
 def lora_backward_command(shapes: str, rounds: int, platform: str, as_json: bool) -> None:
     """Time dualtune.engine.kernels.lora_backward beside autograd, in turns, in float32.
 
@@ -103,7 +103,7 @@ GPU_HEADS, CPU_HEADS = (32, 8), (4, 1)  # query heads, and those of keys and val
 )
 @platform_option
 @json_option
-@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+@interrupt.handled(interrupt.TERMINATION, interrupt.always, error=interrupt.Abandoned)  # Ctrl-C ends it at once
 def attention_command(
     tokens: int, heads: int | None, kv_heads: int | None, head_size: int, dtype: str, rounds: int, platform: str,
     as_json: bool,
@@ -241,7 +241,7 @@ PHASES = {
 @platform_option
 @set_option
 @json_option
-@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+@interrupt.handled(interrupt.TERMINATION, interrupt.always, error=interrupt.Abandoned)  # Ctrl-C ends it at once
 def command(
     config: Path,
     steps: int,

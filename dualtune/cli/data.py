@@ -53,7 +53,7 @@ def command() -> None:
 @format_option
 @column_option
 @json_option
-@interrupt.handled(interrupt.TERMINATION, interrupt.always)
+@interrupt.handled(interrupt.TERMINATION, interrupt.always, error=interrupt.Abandoned)
 def clean_command(
     sources: tuple[str, ...], out: Path, near: float | None, exact: bool, keep: str, pii: bool, format: str,
     columns: tuple[str, ...], as_json: bool,
@@ -84,7 +84,7 @@ def clean_command(
 @config_argument
 @set_option
 @json_option
-@interrupt.handled(interrupt.TERMINATION, interrupt.always)
+@interrupt.handled(interrupt.TERMINATION, interrupt.always, error=interrupt.Abandoned)
 def environment_command(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Write the rows of the environment in CONFIG (rollouts.environment: verifiers:NAME) to its data files.
 

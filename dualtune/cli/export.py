@@ -67,7 +67,7 @@ TARGETS = ("gguf", "ollama", "lmstudio", "mlx", "hf")  # also in dualtune.use.ex
 @other_base_option
 @platform_option
 @json_option
-@interrupt.handled(interrupt.TERMINATION)
+@interrupt.handled(interrupt.TERMINATION, error=interrupt.Abandoned)
 def command(
     directory: Path, out: Path | None, base: str | None, target: str, quantize: str | None, dtype: str,
     name: str | None, system: str | None, no_system: bool, llama_cpp: Path | None, without_loss: bool,
@@ -115,7 +115,7 @@ def command(
     with phases(err=as_json) as shown:
         backend = backend_for(platform, at_once=True)  # which of its own it brings is asked
         shown.begin("exporting", "the model")
-        exported = export(request, backend, tools, shown.tell)
+        exported = export(request, backend, tools, shown.tell, shown.begin)
     # The record holds all that the text below says.
     if as_json:
         say((out / RECORD).read_text(encoding="utf-8").rstrip())

@@ -49,7 +49,7 @@ def command() -> None:
 @platform_option
 @set_option
 @click.pass_context
-@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+@interrupt.handled(interrupt.TERMINATION, interrupt.always, error=interrupt.Abandoned)  # Ctrl-C ends it at once
 def bench(
     ctx: click.Context, config: Path | None, task: str | None, arms: str | None, seeds: int | None, tune: bool,
     json_file: Path | None, plot_file: Path | None, platform: str, overrides: tuple[str, ...],

@@ -101,7 +101,7 @@ def main() -> None:
         result = cli.main(prog_name="dualtune", standalone_mode=False, terminal_width=help_width())
         sys.exit(result if isinstance(result, int) else 0)
     except Preempted as stop:
-        say(redact(f"{stop}. Run the same command again to continue."), err=True)
+        say(redact(f"{stop}. {stop.again}"), err=True)
         sys.exit(stop.exit_code)
     except DualtuneError as error:
         say(redact(f"Error: {error}"), err=True)

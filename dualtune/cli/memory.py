@@ -50,7 +50,7 @@ def command() -> None:
 @platform_option
 @set_option
 @click.pass_context
-@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+@interrupt.handled(interrupt.TERMINATION, interrupt.always, error=interrupt.Abandoned)  # Ctrl-C ends it at once
 def ablate(
     ctx: click.Context, config: Path, steps: int, rounds: int, only: tuple[str, ...], json_file: Path | None,
     platform: str, overrides: tuple[str, ...],

@@ -39,7 +39,7 @@ BAR_WIDTH = 40
 )  # fmt: skip
 @set_option
 @json_option
-@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+@interrupt.handled(interrupt.TERMINATION, interrupt.always, error=interrupt.Abandoned)  # Ctrl-C ends it at once
 def command(config: Path, rows: int, page: Path | None, overrides: tuple[str, ...], as_json: bool) -> None:
     """Show the documents that CONFIG would train on first, and statistics of its data. Nothing is trained.
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 @platform_option
 @set_option
 @json_option
-@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+@interrupt.handled(interrupt.TERMINATION, interrupt.always, error=interrupt.Abandoned)  # Ctrl-C ends it at once
 def command(
     config: Path, compare: bool, rows: int, formats: tuple[str, ...], platform: str, overrides: tuple[str, ...],
     as_json: bool,

@@ -34,7 +34,7 @@ from dualtune.cli.screen import Phases, phases, tell
     help="Print two archives side by side and exit.",
 )  # fmt: skip
 @click.pass_context
-@interrupt.handled(interrupt.TERMINATION, interrupt.always)  # Ctrl-C ends it at once: there is nothing to save
+@interrupt.handled(interrupt.TERMINATION, interrupt.always, error=interrupt.Abandoned)  # Ctrl-C ends it at once
 def command(
     ctx: click.Context, platform: str, output: Path | None, json_file: Path | None, only: tuple[str, ...],
     show: Path | None, compare: tuple[Path, Path] | None,

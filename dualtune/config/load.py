@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,10 @@ from dualtune.config.words import examples, is_union, missing, wrong_value
 # 90, and expands aliases without limit. Here PyYAML only parses text into events; our code converts events to data.
 # Scalars follow YAML 1.2, where only true and false are booleans; tags and aliases are refused.
 
+# The parser in C, where PyYAML was built with it. What it refuses is parsed again, because its errors are others, and
+# it is not asked for what it reads otherwise: tabs inside of words, `|#`, and byte order marks.
+LIBYAML: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_OTHERWISE = re.compile(r"[\t\ufeff]|[|>][-+0-9]*#")
 UNREADABLE = object()  # replaces a value that has already been reported
 _MAX_EVENTS = 50_000  # a config has a few hundred
 _MAX_DEPTH = 20  # a config is three levels deep; the limit protects our recursion
@@ -82,11 +87,11 @@ def _parse(text: str, source: str, with_lines: bool) -> list[Event]:
     def bad_yaml(line: int, column: int, message: str) -> BadYaml:
         return BadYaml(Location(source, line + 1, column + 1) if with_lines else Location(source), message)
 
-    events: list[Event] = []
-    depth, documents = 0, 0
-    try:
+    def parsed(loader: Any) -> list[Event]:
+        events: list[Event] = []
+        depth, documents = 0, 0
         # One by one, because PyYAML's time is quadratic in the depth, and each event needs a kilobyte.
-        for event in cast(Iterator[Event], yaml.parse(text, Loader=yaml.SafeLoader)):  # pyright: ignore[reportUnknownMemberType]
+        for event in cast(Iterator[Event], yaml.parse(text, Loader=loader)):  # pyright: ignore[reportUnknownMemberType]
             depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
             documents += isinstance(event, DocumentStartEvent)
             if documents > 1:
@@ -96,6 +101,13 @@ def _parse(text: str, source: str, with_lines: bool) -> list[Event]:
             if len(events) == _MAX_EVENTS:
                 raise bad_yaml(*_start(event), f"more than {_MAX_EVENTS} keys and values, too many for a config")
             events.append(event)
+        return [event for event in events if isinstance(event, NodeEvent | CollectionEndEvent)]
+
+    if not _OTHERWISE.search(text):
+        with contextlib.suppress(BadYaml, yaml.YAMLError, ValueError):
+            return parsed(LIBYAML)
+    try:
+        return parsed(yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line, mark.column) if mark else (0, 0)
@@ -106,7 +118,6 @@ def _parse(text: str, source: str, with_lines: bool) -> list[Event]:
         raise bad_yaml(line, column, f"character U+{ord(text[error.position]):04X} is not allowed") from None
     except (ValueError, OverflowError):  # PyYAML raises these for "\UFFFFFFFF" and for very long numbers
         raise BadYaml(Location(source), "not valid YAML: an escape or a number is out of range") from None
-    return [event for event in events if isinstance(event, NodeEvent | CollectionEndEvent)]
 
 
 def _start(event: Event) -> tuple[int, int]:

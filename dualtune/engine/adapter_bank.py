@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 
 from dualtune.engine.decoding import CannotBatch
-from dualtune.model.adapter import AdapterSpec, Tensors, modules_of, parse_name, tensor_name
+from dualtune.model.adapter import AdapterSpec, Tensors, modules_of, owner_of, parse_name, tensor_name
 from dualtune.model.dropout import input_of
 from dualtune.model.targets import Shapes, is_expert, is_in_router
 
@@ -45,12 +45,12 @@ def why_not_bankable(spec: AdapterSpec, tensors: Tensors) -> str | None:
     for name, tensor in tensors.items():
         parsed = parse_name(name)
         if parsed is None:
-            return f"it trains {name} of the base itself"
+            return f"it trains {owner_of(name)} of the base itself"
         if is_expert(parsed[0]) or is_in_router(parsed[0]):
             return f"it adapts {parsed[0]}, an expert or a router"
         scale = abs(spec.scale_of(parsed[0])) if parsed[1] == "B" else 1.0
         if not max(tensor.max(), -tensor.min()) * scale <= LARGEST:  # it may be NaN
-            return f"{name} has numbers that float16 does not hold"
+            return f"{parsed[0]} has numbers that float16 does not hold"
     return None
 
 

@@ -35,9 +35,7 @@ def resolve_model(name: str, *, weights: bool = True, tell: Tell = lambda share:
     """
     path = model_here(name, tell) or _download(name, weights)
     if not (path / "config.json").is_file():
-        raise EnvironmentFault(
-            f"model.name: {path} has no config.json; a model directory in Hugging Face layout is needed"
-        )
+        raise EnvironmentFault(f"model.name: {path} has no config.json; {_instead_of(path)}")
     if path.parent.name == "snapshots":  # of the hub's cache
         check_announced((file for file in path.rglob("*") if weights or file.suffix != ".safetensors"), tell)
     if weights:
@@ -45,6 +43,17 @@ def resolve_model(name: str, *, weights: bool = True, tell: Tell = lambda share:
     else:
         read_config(path)
     return path
+
+
+def _instead_of(path: Path) -> str:
+    """Return what to give instead of a directory that is not a model, such as a run or an export."""
+    if (path / "model" / "config.json").is_file():
+        return f"give the model in it: {path / 'model'}"
+    if file := next(iter(sorted(path.glob("*.gguf")) or sorted(path.glob("dualtune/*/*.gguf"))), None):
+        return f"give the GGUF file in it: {file}"
+    if any((path / name).is_file() for name in ("adapter_config.json", "adapter/adapter_config.json")):
+        return "it holds an adapter, which goes into --adapter or adapter.init_from. Give the base model here"
+    return "a model directory in Hugging Face layout is needed"
 
 
 def model_here(name: str, tell: Tell = lambda share: None) -> Path | None:
@@ -95,13 +104,16 @@ def _download(name: str, weights: bool) -> Path:
         raise
     except Exception as error:  # huggingface_hub and its HTTP client share no class of errors
         looked = f"a directory {Path(name).resolve()}, in the hub cache {constants.HF_HUB_CACHE}"
+        # Only the first models of the hub have no owner.
+        owner = "" if "/" in name else f" A hub id has an owner: OWNER/{name}."
         if constants.HF_HUB_OFFLINE:
             reason, nearest = str(error).strip().splitlines()[0], did_you_mean_path(name) or "."
             raise EnvironmentFault(
                 f"model.name: '{name}' was not found. Looked for {looked}, and on {constants.ENDPOINT} "
-                f"({type(error).__name__}: {reason}). Give a directory, or download the model while online{nearest}"
+                f"({type(error).__name__}: {reason}).{owner} Give a directory, or download the model while online"
+                f"{nearest}"
             ) from error
         raise EnvironmentFault(
-            f"model.name: '{name}' could not be downloaded from {constants.ENDPOINT}: {why_download_failed(error)}. "
-            f"Before that, looked for {looked}{did_you_mean_path(name)}"
+            f"model.name: '{name}' could not be downloaded from {constants.ENDPOINT}: {why_download_failed(error)}."
+            f"{owner} Before that, looked for {looked}{did_you_mean_path(name)}"
         ) from error

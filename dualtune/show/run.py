@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualtune.base.fields import shown, subtable
 from dualtune.base.files import write_file
 from dualtune.config import Config, load_config
 from dualtune.data.documents import notices, unused_valid
@@ -120,7 +121,11 @@ def _start(prepared: Prepared) -> list[str]:
     if path is None or prepared.resumed is not None:
         return []
     optimizer = "a new optimizer" if state is None else f"its optimizer after {state.optimizer.step} updates"
-    return [f"start       {path}, with {optimizer}"]
+    assert prepared.start is not None
+    base = subtable(prepared.start.metadata, "base", path)
+    is_other = base.get("weights_sha256", here := prepared.model.identity["weights_sha256"]) != here
+    other = f"; it was trained on other weights, those of {shown(str(base.get('name')))}" if is_other else ""
+    return [f"start       {path}, with {optimizer}{other}"]
 
 
 def _doubts(prepared: Prepared) -> list[str | None]:

@@ -160,10 +160,12 @@ class _Evals:
         self.steps = sorted(evals)
         self.losses = [evals[step] for step in self.steps]
         self.known = len(self.steps) > 1
-        # From second differences, which contain neither level nor slope; without the base model's loss, the start of
+        # From second differences, which contain neither level nor slope, and from third ones, which contain less of a
+        # curve that bends: what is left of the curve makes each too large. Without the base model's loss, the start of
         # the fall.
-        second = np.diff([x for x in self.losses[1:] if math.isfinite(x)], 2)
-        self.jitter = _noise(second) / math.sqrt(3) if len(self.steps) >= MIN_EVALS else 0.0
+        after = [x for x in self.losses[1:] if math.isfinite(x)]
+        noises = _noise(np.diff(after, 2)) / math.sqrt(3), _noise(np.diff(after, 3)) / math.sqrt(10)
+        self.jitter = min(noises) if len(self.steps) >= MIN_EVALS else 0.0
 
     @property
     def start(self) -> float:
@@ -239,7 +241,6 @@ def _overfitting(train: _Train, evals: _Evals) -> RunVerdict | None:
     if not evals.known:
         return None
     rise = evals.end - evals.best
-    # The jitter is overestimated if the curve bends.
     has_turned = rise > max(OVERFIT_RISE * abs(evals.scale), 2 * evals.jitter)
     if has_turned and train.end < train.at(evals.best_step):
         because = f"{_both(train, evals)}; the best evaluation was {evals.best:.4f} after step {evals.best_step}"

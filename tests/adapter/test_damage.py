@@ -125,6 +125,10 @@ def test_path_problems_say_what_is_there(tmp_path):
         read_adapter(tmp_path_with(tmp_path / "empty"))
     with pytest.raises(FormatError, match=r"has neither .* It contains: 'model\.gguf', 'notes\.txt'"):
         read_adapter(tmp_path_with(tmp_path / "other", "notes.txt", "model.gguf"))
+    (tmp_path / "sweep/b/adapter").mkdir(parents=True)
+    (tmp_path / "sweep/a/adapter").mkdir(parents=True)
+    with pytest.raises(FormatError, match=r"holds 2 runs with an adapter\. Give one of them, such as .*/sweep/a; "):
+        read_adapter(tmp_path / "sweep")
     with pytest.raises(FormatError, match=r"adapter_config\.json is missing"):
         read_adapter(tmp_path_with(tmp_path / "bare", "adapter_model.safetensors"))
 

@@ -84,6 +84,7 @@ def test_the_merged_model_is_base_and_adapter_in_plain_transformers(
     result = dualtune_main("adapter", "merge", adapter_dir, out, "--base", base, "--platform", platform)
     assert result.returncode == 0, result.stderr
     assert "trained on a base in nf4" in result.stdout and "6 modules merged, in float32" in result.stdout
+    assert result.stdout.splitlines()[-1].endswith(f" chat {tmp_path / 'merged'}")
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     without = logits_of(plain)

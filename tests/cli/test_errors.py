@@ -369,14 +369,17 @@ def test_a_backend_that_is_not_installed_gives_the_line_that_installs_it(
     wording(result.stderr)
 
 
-def test_a_hub_model_while_offline_names_every_place_that_was_looked_at(dualtune, config_file, tmp_path):
-    file = config_file({"model.name": "nobody/nothing"})
+@pytest.mark.parametrize(
+    ("name", "owner"), [("nobody/nothing", ""), ("nothing", " A hub id has an owner: OWNER/nothing.")]
+)
+def test_a_hub_model_while_offline_names_every_place_that_was_looked_at(dualtune, config_file, tmp_path, name, owner):
+    file = config_file({"model.name": name})
     result = dualtune("train", file, *NUMPY, cwd=tmp_path, env={"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"})
     assert result.returncode == 4
     assert result.stderr.startswith(
-        f"Error: model.name: 'nobody/nothing' was not found. Looked for a directory {tmp_path}/nobody/nothing, "
+        f"Error: model.name: '{name}' was not found. Looked for a directory {tmp_path}/{name}, "
         f"in the hub cache {tmp_path}/hf/hub, and on https://huggingface.co (LocalEntryNotFoundError: "
     )
-    assert result.stderr.endswith(" Give a directory, or download the model while online.\n")
+    assert result.stderr.endswith(f").{owner} Give a directory, or download the model while online.\n")
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()

@@ -139,6 +139,15 @@ def test_a_lock_file_of_wrong_types_hides_no_run(made, states, lock, wording):
     wording(found["bad"]["reason"])
 
 
+def test_a_run_that_left_no_word_of_its_end_is_dated_by_its_last_row(made, states):
+    for name, state in (("killed", "running"), ("done", "done")):
+        with (made(name, lock={"state": state}) / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"time": "2026-01-02T04:00:00.500+00:00", "step": 3, "loss": 1.0}) + "\n")
+    began = "2026-01-02T03:04:05+00:00"
+    assert (states()["killed"]["start"], states()["killed"]["date"]) == (began, "2026-01-02T04:00:00+00:00")
+    assert states()["done"]["date"] == began
+
+
 def test_a_lock_file_of_a_newer_version_is_read(made, states):
     made("run", lock={"surprise": [1]})
     assert states()["run"]["state"] == "done"

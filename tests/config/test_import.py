@@ -325,6 +325,7 @@ def test_axolotl_passes_grpo_s_options_on_to_trl(translate):
          "datasets": [{"path": "openai/gsm8k", "name": "main", "type": "rewards.prompt_transform"}]},
     )  # fmt: skip
     assert config.data.sources()[0].format == "auto"
+    assert not {"micro_batch_size", "gradient_accumulation_steps"} & {row.key for row in imported.needless}
     ours = config.rollouts
     assert config.train.documents_per_step == 4
     assert (config.train.objective, ours.samples, ours.max_tokens) == ("dapo", 6, 64)

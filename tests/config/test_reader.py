@@ -3,11 +3,12 @@
 import json
 
 import pytest
-from hypothesis import given
+import yaml
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dualtune.base.errors import ConfigError
-from dualtune.config import parse_config
+from dualtune.config import load, parse_config
 from dualtune.config.load import BadYaml, read_yaml
 
 
@@ -172,9 +173,20 @@ def test_a_byte_order_mark_is_accepted() -> None:
     assert parse_config("\ufeffmodel: {name: m}\ndata: {train: t}\n").model.name == "m"
 
 
-@given(st.text(st.sampled_from("ab:-[]{}#&*!|>'\"%@` \t\n?,\\U0~<"), max_size=40))
-def test_any_text_is_read_or_refused_cleanly(text: str) -> None:
+def read(text: str) -> str:
+    """What is read, with places and problems, or the error."""
     try:
-        read_yaml(text, "c.yaml")
+        return repr(read_yaml(text, "c.yaml"))
     except BadYaml as error:
         assert str(error.problem).startswith("c.yaml")
+        return str(error.problem)
+
+
+@given(st.text(st.sampled_from("ab:-[]{}#&*!|>'\"%@` \t\n?,\\U0~<\ufeff\r\x85\x07"), max_size=40))
+@example("a: a\tb")  # these two libyaml reads
+@example("a: |#\n")
+def test_any_text_is_read_or_refused_cleanly_and_alike_by_both_parsers(text: str) -> None:
+    by_either = read(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "LIBYAML", yaml.SafeLoader)
+        assert read(text) == by_either

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from dualtune.cli.screen import Phases
 from dualtune.config import Config, to_yaml
 from dualtune.data.tokens.stop_tokens import stop_texts, stop_tokens, write_stop_tokens
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -54,14 +55,17 @@ def assert_stops(model):
 
 @pytest.mark.parametrize("words", [("export", "--to", "hf"), ("export", "--to", "mlx"), ("adapter", "merge")])
 def test_the_files_of_a_merged_model_name_the_end_of_a_turn(
-    words, base, adapter, tmp_path, dualtune_main, open_backend
+    words, base, adapter, tmp_path, dualtune_main, open_backend, monkeypatch
 ):
     open_backend("torch")
+    monkeypatch.setattr(Phases, "begin", lambda self, doing, what="", since=None: print(f"begin {doing} {what}"))
     command, options = (words[:1], words[1:]) if words[0] == "export" else (words, ())
     done = dualtune_main(*command, adapter, tmp_path / "out", "--base", base, "--platform", "cpu", *options)
     assert done.returncode == 0, done.stderr
     if "mlx" in words:
         assert "written as mlx: from base and adapter" in done.stdout and "as none" not in done.stdout
+        begun = {"begin writing mlx, none", "begin computing the prompts with the model just written"}
+        assert begun <= {*done.stdout.splitlines()}
     assert_stops(tmp_path / "out")
     assert eos_of(tmp_path / "out", "generation_config.json", "temperature") == 0.5
     assert eos_of(base, "config.json") == EOS  # the base's own files stay as they are

@@ -2,11 +2,15 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
+
+from dualtune.base import interrupt
+from dualtune.cli import export
 
 LENGTH = 3_000_000  # characters, for hours
 GRACE = "from dualtune.base import interrupt\ninterrupt.GRACE_S = 0.2\n"
@@ -76,6 +80,17 @@ def test_a_run_that_was_there_before_is_left_as_it_was(hung):
 def test_a_preview_that_hangs_ends(hung):
     code, err = hung("preview", hung.config)
     assert code == 75, err
+    assert "Stopped by SIGTERM. Nothing is kept of it: the same command starts it again." in err
+
+
+def test_an_export_that_is_stopped_says_that_it_begins_anew(monkeypatch, tmp_path):
+    def stopped(directory):
+        os.kill(os.getpid(), signal.SIGTERM)
+        interrupt.poll()
+
+    monkeypatch.setattr(export, "_run_of", stopped)
+    with pytest.raises(interrupt.Abandoned):
+        export.command.main([str(tmp_path), "--to", "hf"], standalone_mode=False)
 
 
 PHASES = """

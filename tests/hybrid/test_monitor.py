@@ -50,7 +50,7 @@ def test_a_number_that_is_not_finite_is_critical_at_once_and_leaves_the_means(nu
         monitor, signal = before.observe(*numbers, THRESHOLD)
         assert (signal.kind, signal.level) == (SignalKind.NONFINITE, Level.CRITICAL)
         assert (monitor.loss, monitor.variance, monitor.number) == (before.loss, before.variance, before.number)
-        assert monitor.num_critical == 1
+        assert monitor.counts[Level.CRITICAL] == 1
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_calm_step_ends_the_row():
     monitor = after(CALM)[0]
     for loss in (2.035, 2.045, 2.0, 2.06):
         monitor, signal = monitor.observe(loss, 1.0, THRESHOLD)
-    assert signal.level is Level.WARNING and monitor.num_critical == 0
+    assert signal.level is Level.WARNING and monitor.counts[Level.CRITICAL] == 0
 
 
 def test_nothing_is_judged_before_ten_steps():

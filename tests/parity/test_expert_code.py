@@ -252,7 +252,14 @@ def test_vllm_is_refused_where_its_loader_finds_no_experts(load, models, tmp_pat
     with pytest.raises(ConfigError, match=f"layout: got vllm, but .*{why}.*; allowed: peft, or merge it for vLLM"):
         write_adapter(tmp_path / "vllm", adapter, layout="vllm")
     assert not (tmp_path / "vllm").exists()
-    write_adapter(tmp_path / "attention", without_experts(adapter), layout="vllm")
+    attention = without_experts(adapter)
+    if name == "llama4_text":
+        with pytest.raises(ConfigError, match="reorders the rows of Llama 4's q_proj and k_proj"):
+            write_adapter(tmp_path / "attention", attention, layout="vllm")
+        rotated = {"q_proj", "k_proj"}
+        others = {name: x for name, x in attention.tensors.items() if rotated.isdisjoint(name.split("."))}
+        attention = dataclasses.replace(attention, tensors=others)
+    write_adapter(tmp_path / "attention", attention, layout="vllm")
 
 
 def test_of_gpt_oss_vllm_needs_gate_or_up_and_down(load, models, tmp_path):

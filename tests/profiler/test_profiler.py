@@ -35,7 +35,7 @@ def series(megabytes):
 
 def test_a_snapshot_in_other_units():
     snapshot = Snapshot(3, "Full", 2 * GIB, 16 * GIB, 0.0)
-    assert (snapshot.used_mb, snapshot.used_gb, snapshot.utilization_percent) == (2048, 2, 12.5)
+    assert (snapshot.used_mb, snapshot.utilization_percent) == (2048, 12.5)
 
 
 def test_utilization_of_an_unknown_total_is_zero():

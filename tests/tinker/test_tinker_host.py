@@ -1058,8 +1058,6 @@ def test_few_samplers_without_a_name_are_kept(open_host):
     paths = [host.save_sampler("run", None) for _ in range(SAMPLERS_KEPT + 1)]
     results = drawn(host, *(request(path) for path in paths))
     assert [isinstance(each, ConfigError) for each in results] == [True] + [False] * SAMPLERS_KEPT
-    host.free_sampler(paths[-1])
-    assert isinstance(drawn(host, request(paths[-1]))[0], ConfigError)
 
 
 def test_samplers_on_disk_leave_the_memory_and_come_back(open_host):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import LoadRequest, get_backend
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.conformance import assert_close, gradient
@@ -19,6 +20,7 @@ pytest.importorskip("bitsandbytes")
 import tiny_families  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 
+from dualtune_torch.weights import by_module  # noqa: E402
 from dualtune_torch.weights.direct_reads import READ  # noqa: E402
 from dualtune_torch.weights.frozen import weight_of  # noqa: E402
 from dualtune_torch.weights.nf4 import is_nf4  # noqa: E402
@@ -94,18 +96,32 @@ def test_a_packed_base_computes_with_its_numbers(tmp_path, family, quantization)
     assert np.abs(a - b).max() <= tolerances.LOGPROBS
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("quantization", ["nf4", "int8"])
-def test_a_block_that_layers_share_is_packed_once(tmp_path, monkeypatch, quantization):
-    """Zamba2's: each of the layers has a module of its own, with the same weights."""
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        ("olmo_hybrid", "int8"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (
+            ("olmo_hybrid", "nf4"), ("zamba2", "nf4"), ("zamba2", "int8"),
+        )),
+    ],
+)  # fmt: skip
+def test_what_is_no_single_tensor_of_the_files_is_read_and_packed_too(tmp_path, monkeypatch, family, quantization):
+    """Layers of Zamba2 share a block, and OLMo Hybrid's files hold the convolution of a layer in three parts."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
     from family.make import make
 
-    make("zamba2", model := tmp_path / "model")
+    make(family, model := tmp_path / "model")
     engine, plain = (load(model, name) for name in (quantization, "none"))
     assert engine.description.num_parameters == plain.description.num_parameters
     a, b = (at_tokens(trained(each).logprobs(BATCH)) for each in (engine, with_numbers_of(engine, plain)))
     assert np.abs(a - b).max() <= tolerances.LOGPROBS
+
+
+def test_a_parameter_that_is_made_in_an_unknown_way_is_refused_by_name(tmp_path, monkeypatch):
+    model = tiny_families.write_family("llama", tmp_path / "model")
+    monkeypatch.setattr(by_module.TensorReader, "can_fill", lambda self, name: "layers.1.mlp.up_proj" not in name)
+    with pytest.raises(ConfigError, match=r"got 'int8', .* makes model\.layers\.1\.mlp\.up_proj\.weight of"):
+        load(model, "int8")
 
 
 def test_rwkv_divides_no_weight_beside_its_adapter(tmp_path):

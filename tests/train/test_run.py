@@ -16,6 +16,7 @@ from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.testing.oracles import llama_oracle, loss_of, softmax_oracle
 from dualtune.engine.testing.tiny_models import random_batch
 from dualtune.model.formats.directory import read_adapter
+from dualtune.show.run import summary
 from dualtune.train.hooks import Hook
 from dualtune.train.prepare import prepare
 from dualtune.train.state import checkpoint
@@ -241,6 +242,20 @@ def test_init_from_continues_where_the_adapter_stands(lab, rows_of):
     assert second.eval_loss < first.eval_loss
     weights = [load_file(result.adapter_dir / "adapter_model.safetensors") for result in (first, second)]
     assert weights[0].keys() == weights[1].keys()
+
+
+def test_a_start_that_was_trained_on_other_weights_says_so(lab):
+    first = lab.run("first", train__steps=1)
+
+    def start():
+        prepared = prepare(lab.config("second", adapter__init_from=first.adapter_dir), lab.backend)
+        return next(line for line in summary(prepared) if line.startswith("start "))
+
+    assert start() == f"start       {first.adapter_dir}, with a new optimizer"
+    record = json.loads((file := first.adapter_dir / "dualtune.json").read_text())
+    record["base"] |= {"name": "another", "weights_sha256": "0" * 64}
+    file.write_text(json.dumps(record))
+    assert start().endswith("; it was trained on other weights, those of another")
 
 
 def test_init_optimizer_goes_on_as_if_the_run_had_not_ended(lab):

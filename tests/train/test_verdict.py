@@ -122,6 +122,12 @@ def test_overfitting_is_told_from_learning_by_the_evaluations(evals):
         ([2.0 - i / 99 for i in range(30)], {0: 2.0}, "still falling"),
         ([3.0 - i / 15 for i in range(30)], {0: 3.0, 30: 2.99}, "overfitting"),
         ([0.0] * 30, {0: 0.0, 30: 0.0}, "flat"),
+        # Bent: it falls fast, and ends 7 % above its best.
+        (
+            [3.0 - i / 15 for i in range(30)],
+            {4 * i: 1 + 4 * np.exp(-8 * i / 7) + 0.14 * (i / 7) ** 3 for i in range(8)},
+            "overfitting",
+        ),
     ],
 )
 def test_the_verdict_on_short_and_odd_curves(losses, evals, word):

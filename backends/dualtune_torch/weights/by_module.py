@@ -22,7 +22,7 @@ from dualtune.model.weight_files import BaseWeights
 from dualtune_torch.weights import nf4
 from dualtune_torch.weights.affine import GROUP_SIZE, AffineLayer, AffineLinear
 from dualtune_torch.weights.packed import PackedLayer
-from dualtune_torch.weights.places import joined_experts, stored_names
+from dualtune_torch.weights.places import joined_experts, joined_rows, stored_names
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Published formats that are computed in the plain dtype: transformers dequantizes each tensor as it is read.
@@ -70,6 +70,7 @@ class TensorReader:
         self._prefix = f"{model.base_model_prefix}."  # files of a model without a head lack it
         self._names = stored_names(model, stored)
         self._joined = joined_experts(model, stored, whole=False)
+        self._rows = {to: parts for to, parts in joined_rows(model, stored).items() if to not in self._joined}
         absent = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]  # such as towers
         self._unread -= {name for to, name in self._names.items() if any(pattern.search(to) for pattern in absent)}
 
@@ -109,7 +110,12 @@ class TensorReader:
         """Give a module its own weights in the stored precision."""
         for name, parameter in own(module).items():
             whole, shape = f"{path}.{name}", tuple(parameter.shape)
-            tensor = self._join(whole, shape) if whole in self._joined else self.read(whole, shape)
+            if whole in self._joined:
+                tensor = self._join(whole, shape)
+            elif whole in self._rows:  # such as the convolutions of queries, keys and values
+                tensor = torch.cat([self.read(*part) for part in self._rows[whole].items()])
+            else:
+                tensor = self.read(whole, shape)
             setattr(module, name, frozen(tensor.to(device)))
         return module
 
@@ -126,12 +132,17 @@ class TensorReader:
         assert joined is not None
         return joined
 
+    def can_fill(self, name: str) -> bool:
+        return name in self._joined or name in self._rows or name in self
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._tensors[self._stored_name(name)].shape if name in self else None
 
     def has_plain(self, name: str, shape: tuple[int, ...]) -> bool:
         if name in self._joined:
             return all(self._tensors[t].dtype in PLAIN_NAMES for _, tensors in self._joined[name] for t in tensors)
+        if name in self._rows:
+            return all(self._tensors[t].dtype in PLAIN_NAMES for t in self._rows[name])
         return self.shape(name) == shape and self._tensors[self._stored_name(name)].dtype in PLAIN_NAMES
 
     def check_all_read(self, unused: set[str]) -> None:
@@ -154,6 +165,12 @@ def can_load(model: PreTrainedModel, stored: BaseWeights) -> bool:
     return needed.keys() <= parameters.keys() and all(
         reader.has_plain(name, tuple(tensor.shape)) for name, tensor in needed.items()
     )  # a buffer that is stored is not a parameter
+
+
+def made_otherwise(model: PreTrainedModel, stored: BaseWeights) -> str | None:
+    """Return a parameter that transformers makes of the tensors of the files in a way that `load` does not know."""
+    reader, tied = TensorReader(stored, model), model.all_tied_weights_keys
+    return next((name for name, _ in model.named_parameters() if name not in tied and not reader.can_fill(name)), None)
 
 
 def load(model: PreTrainedModel, stored: BaseWeights, finish: Finish, device: torch.device) -> None:

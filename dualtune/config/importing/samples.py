@@ -113,10 +113,11 @@ def batch(
     file: ForeignFile, per_device: str, accumulated: str, generations: str, default: int = DEFAULTS["num_generations"]
 ) -> Settings:
     """Translate a batch of answers to prompts of a step. `default`: the answers to a prompt, if none are said."""
-    answers = file.count(per_device) * file.count(accumulated)
+    size, times = file.count(per_device), file.count(accumulated)
     each = file.count(generations) if generations in file else default
-    origin = f"{answers} answers // {generations}: {each}; multiply it by the number of GPUs that you used"
-    return {"train.documents_per_step": Note(max(1, answers // each), origin)}
+    origin = f"{per_device}: {size} × {accumulated}: {times} answers // {generations}: {each}"
+    origin += "; multiply it by the number of GPUs that you used"
+    return {"train.documents_per_step": Note(max(1, size * times // each), origin)}
 
 
 def _objective(file: ForeignFile, name: Mapping[str, str]) -> str:

@@ -208,7 +208,7 @@ def _record(key: str, value: Any, rules: tuple[Rule, ...], result: ImportedConfi
     if is_off(value):
         is_needless, reason = True, "it is turned off"
     elif rule is not None and rule.convert is not None:
-        is_needless, reason = True, "it changes nothing, given the other keys"
+        is_needless, reason = True, "it is the default here, or another key decides"
     elif rule is not None:
         see = f"; see {rule.keys}" if rule.keys and rule.keys not in rule.note else ""
         is_needless, reason = rule.is_needless, f"{rule.note}{see}"

@@ -60,12 +60,6 @@ def with_new_tokens(directory: Path, tokens: Sequence[NewToken]) -> Path:
     return place
 
 
-def ids_of(directory: Path, tokens: Sequence[NewToken]) -> tuple[int, ...]:
-    """Return the ids of the tokens in a directory that has them all."""
-    rust = load(directory).rust
-    return tuple(rust.token_to_id(token.text) for token in tokens)
-
-
 def _has(tokenizer: Loaded, token: NewToken) -> bool:
     id = tokenizer.rust.token_to_id(token.text)
     if id is not None and token.special != (id in tokenizer.special_ids):

@@ -170,6 +170,11 @@ def _no_adapter(directory: Path, names: list[str]) -> str:
             return f"{model}: is a model, not an adapter: use it in the place of a base model, without an adapter"
     if (directory / "checkpoints").is_dir():
         return f"{directory}: is a run directory without an adapter: the adapter is written at the end of the run"
+    if runs := [name for name in sorted(names) if (directory / name / "adapter").is_dir()]:
+        return (
+            f"{directory}: holds {len(runs)} runs with an adapter. Give one of them, such as {directory / runs[0]}; "
+            f"`dualtune runs {directory} --sort best` lists them, best first"
+        )
     listing = ", ".join(map(repr, names[:10])) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     return (
         f"{directory}: has neither {peft.WEIGHTS_FILE} nor {mlx_lm.WEIGHTS_FILE}. It contains: {listing or 'nothing'}"

@@ -40,6 +40,12 @@ def _problem(spec: AdapterSpec, tensors: Mapping[str, Any], naming: Naming) -> s
         return problem
     if naming.experts.gate == GATE and any("block_sparse_moe.experts." in module for module in modules):
         return "the names that vLLM has for the experts of Granite's files are not known here"
+    if naming.experts.turned and (turned := [name for name in modules if name.endswith((".q_proj", ".k_proj"))]):
+        # `permute_qk_weight_for_rotary` of vllm/model_executor/models/llama4.py, which its loader of adapters lacks.
+        return (
+            "vLLM reorders the rows of Llama 4's q_proj and k_proj when it loads the base, but not those of an "
+            f"adapter: it would add {turned[0]} to the wrong rows"
+        )
     if missing := _missing(modules, naming):
         return f"vLLM loads gate, up and down of every expert of a layer together, and {missing} has no adapter"
     return None

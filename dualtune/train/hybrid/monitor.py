@@ -125,10 +125,6 @@ class Monitor:
         """The mean of the last losses, which lags less than `loss`."""
         return sum(self.recent) / len(self.recent)
 
-    @property
-    def num_critical(self) -> int:
-        return self.counts[Level.CRITICAL]
-
     def observe(self, loss: float, grad_norm: float, threshold: float) -> tuple[Monitor, Signal | None]:
         """Return the monitor after a computed step, and the worst signal in it.
 

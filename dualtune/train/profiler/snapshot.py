@@ -152,10 +152,6 @@ class Snapshot:
         return self.used_bytes / MB
 
     @property
-    def used_gb(self) -> float:
-        return self.used_bytes / GB
-
-    @property
     def utilization_percent(self) -> float:
         """The used share of the total; 0 if the total is not known."""
         return 100 * self.used_bytes / self.total_bytes if self.total_bytes else 0.0

@@ -52,7 +52,7 @@ class RunSummary:
     model: str | None = None
     learning_rate: float | None = None
     start: str | None = None  # when it began, ISO 8601, if it runs, was killed, or its rows have the time
-    date: str | None = None  # when it ended, or began if it is running or was killed; ISO 8601
+    date: str | None = None  # when it ended; if it is running or was killed, when it last wrote a row; ISO 8601
     seconds: float | None = None  # spent in steps; not summed for a very long file
     checkpoint: int | None = None  # step of the newest checkpoint; only `dualtune checkpoints` verifies
 
@@ -150,7 +150,7 @@ def _read_summary(path: Path) -> RunSummary:
         model=model if isinstance(model, str) else None,
         learning_rate=float(rate) if isinstance(rate, int | float) and not isinstance(rate, bool) else None,
         start=_start(note, rows),
-        date=_date(path, note),
+        date=_date(path, note, rows),
         seconds=math.fsum(spent) if spent and is_complete else None,
         checkpoint=newest,
     )
@@ -183,19 +183,27 @@ def rows_of(run_dir: Path) -> tuple[list[dict[str, Any]], bool]:
 def _start(note: LockRecord | None, rows: list[dict[str, Any]]) -> str | None:
     """Return when it began: a run that is over has replaced the note, so its first row says it."""
     written: Any = rows[0].get("time") if rows else None
-    began = written or (note.started if note is not None and note.state == "running" else None)
+    return _shown(_moment(written or (note.started if note is not None and note.state == "running" else None)))
+
+
+def _date(path: Path, note: LockRecord | None, rows: list[dict[str, Any]]) -> str | None:
+    """Return when it ended, or the last that is known of a run that has left no word about its end."""
+    moments = [_moment(note.started)] if note is not None else []
+    if note is None or note.state == "running":
+        moments += [_moment(row.get("time")) for row in rows[-1:]]
+    if (last := max(filter(None, moments), default=None)) is None and (path / METRICS).is_file():
+        last = datetime.fromtimestamp((path / METRICS).stat().st_mtime, UTC)
+    return _shown(last)
+
+
+def _moment(text: object) -> datetime | None:
     with contextlib.suppress(ValueError, TypeError, OverflowError):
-        return datetime.fromisoformat(str(began)).astimezone(UTC).isoformat(timespec="seconds")
+        return datetime.fromisoformat(str(text)).astimezone(UTC)
     return None
 
 
-def _date(path: Path, note: LockRecord | None) -> str | None:
-    if note is not None:
-        with contextlib.suppress(ValueError):
-            return datetime.fromisoformat(note.started).astimezone(UTC).isoformat(timespec="seconds")
-    if not (path / METRICS).is_file():
-        return None
-    return datetime.fromtimestamp((path / METRICS).stat().st_mtime, UTC).isoformat(timespec="seconds")
+def _shown(moment: datetime | None) -> str | None:
+    return moment and moment.isoformat(timespec="seconds")
 
 
 def _number(table: Mapping[str, Any], section: str, key: str, kind: type[T]) -> T | None:

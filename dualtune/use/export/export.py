@@ -46,6 +46,7 @@ from dualtune.use.export.ollama import modelfile, template_for
 from dualtune.use.export.request import (
     LOST,
     MLX_BITS,
+    Begin,
     Deviation,
     Exported,
     HeldOut,
@@ -66,12 +67,12 @@ from dualtune.use.verify.verify import verify_loaded
 RECORD = "export.json"
 
 
-def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell: Tell) -> Exported:
+def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell: Tell, begin: Begin) -> Exported:
     """Write the export. ConfigError if the merge changes the function, with the number; then nothing is left."""
     check_free(request.out)
     if request.kind == "nf4" and not isinstance(backend, WritesNf4):
         raise ConfigError(f"--quantize nf4: the backend {backend.name} cannot write it. Give --platform cpu or cuda")
-    work = _Export(request, backend, llama_cpp, tell)
+    work = _Export(request, backend, llama_cpp, tell, begin)
     with new_directory(request.out.resolve(), by_library=True) as directory:
         work.write(directory)
     return work.exported
@@ -80,8 +81,11 @@ def export(request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell:
 class _Export:
     """An export on its way: what it is made of, what makes it, and what has been measured so far."""
 
-    def __init__(self, request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell: Tell) -> None:
-        self._request, self._backend, self._llama_cpp, self._tell = request, backend, llama_cpp, tell
+    def __init__(
+        self, request: Request, backend: Backend, llama_cpp: LlamaCpp | None, tell: Tell, begin: Begin
+    ) -> None:
+        self._request, self._backend, self._llama_cpp = request, backend, llama_cpp
+        self._tell, self._begin = tell, begin
         # A converter that is another program takes more from a directory than the model, so it gets a copy.
         self._needs_copy = llama_cpp is None or llama_cpp.is_foreign
         self._adapter: Adapter | None = None
@@ -156,6 +160,7 @@ class _Export:
     # --- what the exported model is to compute ------------------------------------------------------------------------
 
     def _measure_model(self) -> None:
+        self._begin("computing", "the prompts with the model")
         loaded = load_model(self._backend, str(self._base), dtype="float32")
         if self._held_out is not None:
             self.exported.loss.merged = self._held_out.loss(loaded.engine)
@@ -167,6 +172,7 @@ class _Export:
     def _merge(self, adapter: Adapter, out: Path) -> None:
         """Write the merged model, load it again, and compare it with base and adapter."""
         request, base, exported = self._request, self._base, self.exported
+        self._begin("loading", "base and adapter")
         loaded = load_model(self._backend, str(base), request.adapter, dtype="float32", quantization="none")
         if not request.other_base:
             exported.verdict = self._verify(loaded.engine, adapter)
@@ -177,14 +183,16 @@ class _Export:
         del loaded
         gc.collect()  # an engine is part of reference cycles: there may be no room for two
         # Merged in the precision that is written, then loaded from the files: what is compared is what a reader gets.
+        self._begin("merging", "the adapter")
         engine = load_to_merge(adapter, base, self._backend, request.dtype)
         write_merged(engine, adapter, out, self._tell)
         del engine
         gc.collect()
+        self._begin("computing", "the prompts with the merged model")
         engine = load_model(self._backend, str(out), dtype="float32", quantization="none").engine
         merged = logprobs(engine, self._prompts)
         if self._held_out is not None:
-            self._tell("evaluating  the merged model on the rows that the run held out")
+            self._begin("evaluating", "the merged model on the rows that the run held out")
             exported.loss.merged = self._held_out.loss(engine)
         del engine
         gc.collect()
@@ -242,7 +250,7 @@ class _Export:
 
     def _convert(self, model: Path, out: Path) -> Path:
         kind, llama_cpp = self._request.kind, self._llama_cpp
-        self._tell(f"writing     {out.name if out.suffix else kind}")
+        self._begin("writing", out.name if out.suffix else f"{self._request.target}, {kind}")
         if self._request.target == "mlx":
             _convert_to_mlx(model, out, MLX_BITS.get(kind))
             return out
@@ -280,8 +288,9 @@ class _Export:
 
         None, with a note, for a GGUF that nothing here can compute.
         """
-        self._tell(f"computing   the prompts with the {'GGUF' if written.suffix == '.gguf' else 'model'} just written")
-        if written.suffix != ".gguf":
+        is_gguf = written.suffix == ".gguf"
+        self._begin("computing", f"the prompts with the {'GGUF' if is_gguf else 'model'} just written")
+        if not is_gguf:
             return deviation(expected, self._logprobs(written))
         assert self._llama_cpp is not None
         if self._llama_cpp.computes:

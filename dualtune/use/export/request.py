@@ -34,6 +34,7 @@ KINDS = {
     "lmstudio": ("q4_k_m", *PLAIN, *(kind for kind in QUANTIZED if kind != "q4_k_m")),
 }
 Tell = Callable[[str], None]
+Begin = Callable[[str, str], None]  # of a phase: what is done, and with what
 
 
 @runtime_checkable

@@ -311,10 +311,6 @@ class TrainingHost:
         self._keep(path, own.state.weights)
         return path
 
-    def free_sampler(self, path: str) -> None:
-        """Free a sampler's memory. One with a name is read again when it is asked for."""
-        self._samplers.pop(path, None)
-
     def _keep(self, path: str, weights: Weights) -> None:
         """Keep a sampler in memory. Of those that are on disk too, the one that was not asked for longest leaves."""
         self._samplers.pop(path, None)
