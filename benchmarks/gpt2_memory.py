@@ -6,27 +6,24 @@ The rows are those of results/validation_results.md: each technique alone and al
 512 tokens, trained whole and with LoRA, of the sizes whose plan takes at most GB (14). Weights are random. Each row is
 a process of its own that computes one forward and one backward pass after a first update, and counts the storages that
 exist between steps and the most that torch's allocator hands out at once in a step. Of several micro-batches only one
-is computed, because they take the same memory one after another.
+is computed, because they take the same memory one after another. The process takes what it counts and its libraries.
 
-Adds to results/gpt2_memory.json after each row, and skips the rows that it has: the whole takes hours on two cores,
-most of them for bfloat16, which a CPU without its instructions emulates.
+Adds to results/gpt2_memory.json after each row, with its own origin, and skips the rows that it has: the whole takes
+hours on two cores, most of them for bfloat16, which a CPU without its instructions emulates.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from typing import Any
 
 import record
 import validation_results
 
 from dualtune.config.schema import AdapterConfig
 from dualtune.engine.backend import get_backend
-from dualtune.engine.memory.estimate import Ask
+from dualtune.engine.memory.estimate import GRANULE, Ask
 
-RESULT = record.RESULTS / "gpt2_memory.json"
 LENGTH = 512
 
 
@@ -35,14 +32,13 @@ def main() -> None:
         print(count(*sys.argv[2:]))
         return
     limit = float(sys.argv[1]) * 1e9 if len(sys.argv) > 1 else 14e9
-    rows: dict[str, Any] = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else {}
     for size, technique, planned in sorted(cases(), key=cost):
         name = f"{size}: {technique}"
-        if planned > limit or name in rows:
+        if planned > limit or name in record.runs("gpt2_memory"):
             continue
         counted = int(subprocess.check_output([sys.executable, __file__, "--one", size, technique], text=True))
-        rows[name] = {"planned": planned, "counted": counted, "difference": round(planned / counted - 1, 4)}
-        print(name, rows[name], record.write("gpt2_memory", {"rows": rows}), flush=True)
+        row = {"planned": planned, "counted": counted, "difference": round(planned / counted - 1, 4)}
+        print(name, row, record.add_run("gpt2_memory", name, row), flush=True)
 
 
 def cases() -> list[tuple[str, str, int]]:
@@ -69,12 +65,19 @@ def count(size: str, technique: str) -> int:
     import memory_estimate
     from memory_storages import always_in, peak_of
 
+    from dualtune_torch.kernels import allocator
+
     asked = asks()[technique]
     spec = AdapterConfig(targets=("all-linear",))
     config = {"architectures": ["GPT2LMHeadModel"], **validation_results.config(size)}
     engine = memory_estimate.load(get_backend("torch", "cpu"), config, asked, spec)
-    batch = memory_estimate.one_batch([LENGTH] * (asked.micro_batch_tokens // LENGTH), validation_results.VOCAB)
+    allocator.return_memory()  # else the process keeps blocks that are free, about as many as are in use
+    few, batch = (
+        memory_estimate.one_batch([length] * (asked.micro_batch_tokens // LENGTH), validation_results.VOCAB)
+        for length in (GRANULE, LENGTH)
+    )
     engine.optim_step(lr=0.0, max_grad_norm=None)  # creates the state
+    engine.forward_backward(few, divisor=few.num_targets)  # compiles, which the profiler would record
     peak = peak_of(lambda: engine.forward_backward(batch, divisor=batch.num_targets))
     return sum(always_in(engine).values()) + peak
 

@@ -114,9 +114,9 @@ def has_status() -> bool:
 
 
 def resident(pid: int) -> dict[str, int]:
-    """Return the resident bytes of a process by kind."""
+    """Return the resident bytes of a process by kind, and the most since it began or its mark was set."""
     lines = [line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
-    return {line[0].rstrip(":"): int(line[1]) << 10 for line in lines if line[0] in ("RssAnon:", "RssFile:")}
+    return {line[0].rstrip(":"): int(line[1]) << 10 for line in lines if line[0] in ("RssAnon:", "RssFile:", "VmHWM:")}
 
 
 def load_when_told(model_dir: Path, name: str) -> None:

@@ -9,21 +9,22 @@ two steps. Compared are
 
 counted   torch: the storages that exist between steps, and the most that its allocator hands out at once during a
           forward and a backward pass. MLX: the peak of its allocator. The plan without its reserve.
-process   the most anonymous memory of the process during the steps (RssAnon of /proc/PID/status), sampled from
-          outside. The whole plan. Loading has returned what it needed to the system.
+process   the most anonymous memory of the process during the steps: VmHWM of /proc/PID/status without RssFile, the
+          mapped files. The whole plan. Loading has returned what it needed to the system.
 
-Adds to results/memory_plan.json after each case, and skips the cases that it has: the whole takes an hour or more.
-Remove the file to measure all again.
+The plan has the packages that were installed where a case was measured. Adds to results/memory_plan.json after each
+case, with its own origin, and skips the cases that it has: the whole takes an hour or more. Remove the file to measure
+all again.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import threading
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -37,9 +38,7 @@ from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.memory.estimate import Ask, estimate
 from dualtune.engine.memory.shapes import Decoder, decoder_of
 
-RESULT = record.RESULTS / "memory_plan.json"
 STEPS = 2
-SAMPLED_EVERY_S = 0.02
 
 
 def llama(kind: str, hidden: int, inner: int, layers: int, heads: int, vocab: int, *, tied: bool) -> dict[str, Any]:
@@ -117,74 +116,66 @@ class Case:
 
 def main() -> None:
     if sys.argv[1:2] == ["--one"]:
-        work(Case(*sys.argv[2].split(":")))
+        print(json.dumps(work(Case(*sys.argv[2].split(":")))))
         return
-    measured = json.loads(RESULT.read_text())["measured"] if RESULT.exists() else {}
+    runs = record.runs("memory_plan")
     for name in sys.argv[1:] or cases():
-        if name not in measured:
-            measured[name] = measure(name)
-            print(name, measured[name], file=sys.stderr, flush=True)
-        figures = compared(measured)
-        record.write("memory_plan", figures)
-    print(json.dumps(figures["gaps"], indent=2), RESULT, sep="\n")
+        if name not in runs:
+            runs[name] = record.origin() | {"measured": measure(name)}
+            print(name, runs[name]["measured"], plan_of(name), file=sys.stderr, flush=True)
+            write(runs)
+    print(json.dumps(compared(runs), indent=2), write(runs), sep="\n")
 
 
-def compared(measured: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Return the plan of each case beside what was measured, and how far it is from that."""
-    rows = [plan_of(name) | {"measured": found} for name, found in measured.items()]
-    kinds = ("torch counted", "torch process", "mlx counted", "mlx process")
-    return {"gaps": {kind: gaps(rows, *kind.split()) for kind in kinds}, "rows": rows, "measured": measured}
+def write(runs: dict[str, dict[str, Any]]) -> Path:
+    return record.write("memory_plan", {"gaps": compared(runs), "runs": runs})
 
 
-def plan_of(name: str) -> dict[str, Any]:
+def compared(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return how far the plan of today is from what was measured, as a share of it: in the median, and at most."""
+    gaps: dict[str, list[float]] = {}
+    for name, run in runs.items():
+        planned = plan_of(name, frozenset(run["versions"]))
+        for kind, size in run["measured"].items():
+            gaps.setdefault(f"{name.split(':')[0]} {kind}", []).append(planned[kind] / size - 1)
+    return {
+        kind: {
+            "cases": len(shares),
+            "median": round(median(map(abs, shares)), 4),
+            "largest": round(max(shares, key=abs), 4),
+        }
+        for kind, shares in gaps.items()
+    }
+
+
+def plan_of(name: str, packages: frozenset[str] | None = None) -> dict[str, int]:
+    """Return the bytes that were planned, where these packages are installed; None: here."""
     case = Case(*name.split(":"))
-    parts = {part.name: part.bytes for part in estimate(case.decoder, case.ask).parts}
-    total = sum(parts.values())
-    return {"case": name, "parts": parts, "planned": {"counted": total - parts["reserve"], "process": total}}
-
-
-def gaps(rows: list[dict[str, Any]], backend: str, kind: str) -> dict[str, float] | None:
-    """Return how far the plan is from what was measured, as a share of it: in the median, and at most."""
-    found = [row["planned"][kind] / row["measured"][kind] - 1 for row in rows if row["case"].startswith(backend)]
-    if not found:
-        return None
-    worst = max(found, key=abs)
-    return {"cases": len(found), "median": round(median(map(abs, found)), 4), "largest": round(worst, 4)}
+    plan = estimate(case.decoder, replace(case.ask, packages=packages))
+    return {"counted": plan.total_bytes - plan["reserve"], "process": plan.total_bytes}
 
 
 def measure(name: str) -> dict[str, int]:
     """Return the counted bytes of a case, and the most anonymous memory of its process, in a process of its own."""
     command = [sys.executable, __file__, "--one", name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        if child.stdout.readline() != "loaded\n":
-            raise RuntimeError(f"{name} has failed")
-        said: list[str] = []
-        reader = threading.Thread(target=lambda: said.append(child.stdout.readline()))
-        reader.start()
-        peak = 0
-        while not said:
-            peak = max(peak, resident(child.pid).get("RssAnon", 0))
-            time.sleep(SAMPLED_EVERY_S)
-        counted = child.stdout.readline()
-    return {"counted": int(counted), "process": peak}
+    return json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
 
 
-def work(case: Case) -> None:
+def work(case: Case) -> dict[str, int]:
     """The measured process."""
     backend, spec, config = get_backend(case.backend, "cpu"), AdapterConfig(), CONFIGS[case.model]
     if case.decoder.is_gpt2:
         spec = spec.model_copy(update={"targets": ("all-linear",)})
     engine = memory_estimate.load(backend, config, case.ask, spec)
     batch = memory_estimate.one_batch(case.lengths, config["vocab_size"])
-    print("loaded", flush=True)
     backend.reset_peak_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
     for _ in range(STEPS):
         engine.forward_backward(batch, divisor=batch.num_targets)
         backend.synchronize()
         float(engine.optim_step(lr=1e-4, max_grad_norm=1.0).loss)
-    print("stepped", flush=True)
-    print(counted(backend, engine, batch), flush=True)
+    memory = resident(os.getpid())
+    return {"counted": counted(backend, engine, batch), "process": memory["VmHWM"] - memory["RssFile"]}
 
 
 def counted(backend: Backend, engine: Any, batch: Any) -> int:

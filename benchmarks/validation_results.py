@@ -126,7 +126,7 @@ def _measured() -> dict[str, Any]:
     return {
         "recomputed_peak_ratio": recomputed["peak_ratio"],
         "recomputed_time_ratio": recomputed["processor_time_ratio"],
-        "gpt2": result("gpt2_memory")["rows"],
+        "gpt2": record.runs("gpt2_memory"),
         "plan_counted": plan["torch counted"],
         "plan_process": plan["torch process"],
     }

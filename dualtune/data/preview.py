@@ -399,8 +399,18 @@ def counts(
         "sources": [
             {"path": source.path, **_of_source(train, number)} for number, source in enumerate(config.data.sources())
         ],
-        "samples": [sample_row(train, i, decode) for i in shown[sorted({0, len(shown) // 2, len(shown) - 1})].tolist()],
+        "samples": [
+            sample_row(train, i, decode) | {"answer": _which_answer(train, i)}
+            for i in shown[sorted({0, len(shown) // 2, len(shown) - 1})].tolist()
+        ],
     }
+
+
+def _which_answer(documents: Documents, i: int) -> str:
+    """Return what a preference says of the answer of a document; "" if none is there."""
+    if documents.has_labels:
+        return {1: "desirable", -1: "undesirable"}.get(int(documents.labels[i]), "")
+    return ("chosen", "rejected")[i % 2] if documents.answers == 2 else ""
 
 
 def sample_row(documents: Documents, i: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:

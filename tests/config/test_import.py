@@ -337,6 +337,16 @@ def test_axolotl_passes_grpo_s_options_on_to_trl(translate):
     assert config.adapter.method == "full"
 
 
+def test_a_file_of_axolotl_is_the_split_train_and_a_part_of_it_is_told(translate):
+    rows = {"path": "rows.jsonl", "ds_type": "json", "type": "alpaca"}
+    for entry in (rows, rows | {"path": "json", "data_files": ["rows.jsonl"]}):
+        config, imported, _ = translate(AXOLOTL, {"datasets": [entry | {"split": "train"}]})
+        assert (config.data.sources()[0].path, config.data.sources()[0].split) == ("rows.jsonl", None)
+        assert not imported.lost
+        _, imported, _ = translate(AXOLOTL, {"datasets": [entry | {"split": "train[:10%]"}]})
+        assert lost(imported).keys() == {"datasets[0].split"}
+
+
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"])
 def test_another_trainer_s_8_bit_adamw_becomes_ours(translate, name):
     config, imported, text = translate(AXOLOTL, {"optimizer": name})

@@ -65,11 +65,14 @@ def test_a_run_records_its_preferences_and_its_page_tells_them(objective, make_c
     recorded = counts(config, *Data(config).train_and_eval(tokenizer), tokenizer.decode_all)
     told = dict(preferences_told(recorded))
     texts = [sample["text"][slice(*sample["targets"][0])].removesuffix("<|im_end|>") for sample in recorded["samples"]]
+    answers = [sample["answer"] for sample in recorded["samples"]]
     if objective == "dpo":
+        assert answers == ["chosen", "chosen", "rejected"]
         assert (recorded["documents"], recorded["labels"], recorded["pairs"]["chosen_longer"]) == (8, None, 3)
         assert told == {"pairs": "4; the chosen answer is the longer one in 3, the rejected one in 1"}
         assert texts == ["yes", "yes", "no"]
     else:
+        assert answers == ["desirable"] * 3
         assert (recorded["documents"], recorded["pairs"], recorded["labels"]["balance"]) == (16, None, 1)
         assert told == {"labels": "4 desirable, 4 undesirable"}
         assert texts == ["yes", "yes", "yes"]  # none of them an answer to another prompt

@@ -12,7 +12,7 @@ from dualtune.engine.memory.shapes import KNOWN, decoder_of
 
 ROOT = Path(__file__).parents[2]
 SMOLLM = decoder_of(KNOWN["HuggingFaceTB/SmolLM2-135M"])
-CPU = Ask("torch", "cpu", "none", "float32", 16, "all-linear", 512, 512)
+CPU = Ask("torch", "cpu", "none", "float32", 16, "all-linear", 512, 512, packages=frozenset())
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def assert_planned(benchmark, case):
     pytest.importorskip("torch")
     if not Path("/proc/self/status").exists():
         pytest.skip("anonymous memory is read from /proc, which is Linux's")
-    planned, measured = benchmark.plan_of(case)["planned"], benchmark.measure(case)
+    planned, measured = benchmark.plan_of(case), benchmark.measure(case)
     assert planned["counted"] == pytest.approx(measured["counted"], rel=0.05)
     assert planned["process"] == pytest.approx(measured["process"], rel=0.10)
 
@@ -61,16 +61,16 @@ def test_freed_blocks_of_unpacked_matrices_do_not_add_up(with_half_the_layers):
 
 def test_the_recorded_cases_are_within_what_is_promised(benchmark):
     """Of the formulas as they are now: what was measured is in the result, what was planned is computed again."""
-    measured = json.loads((ROOT / "benchmarks" / "results" / "memory_plan.json").read_text())["measured"]
-    gaps = benchmark.compared(measured)["gaps"]
+    runs = json.loads((ROOT / "benchmarks" / "results" / "memory_plan.json").read_text())["runs"]
+    gaps = benchmark.compared(runs)
     promised = {
         "torch counted": (0.02, 0.05), "torch process": (0.03, 0.10),
-        "mlx counted": (0.02, 0.10), "mlx process": (0.04, 0.10),
+        # Beside torch, which was installed there, transformers imports more for Llama than for other families.
+        "mlx counted": (0.02, 0.10), "mlx process": (0.04, 0.15),
     }  # fmt: skip
     for kind, (median, largest) in promised.items():
         assert gaps[kind]["median"] <= median and abs(gaps[kind]["largest"]) <= largest, kind
-    kinds = {name.split(":")[0] for name in measured}
-    assert kinds == {"torch", "mlx"} and gaps["torch process"]["cases"] >= 12
+    assert gaps["torch process"]["cases"] >= 12 and gaps["mlx process"]["cases"] >= 9
 
 
 def test_the_reserve_of_a_cpu_grows_with_the_peak_and_that_of_a_gpu_does_not():
@@ -82,3 +82,18 @@ def test_the_reserve_of_a_cpu_grows_with_the_peak_and_that_of_a_gpu_does_not():
     assert "compiler" in compiled.parts[5].formula and "compiler" not in plain.parts[5].formula
     on_gpu = [estimate(SMOLLM, replace(CPU, device="cuda", micro_batch_tokens=n))["reserve"] for n in (512, 2048)]
     assert on_gpu == [640 << 20] * 2
+
+
+def test_a_process_holds_what_its_libraries_import_where_it_is_installed(monkeypatch):
+    """mlx-lm imports transformers, which imports torch if it is there; torch imports Triton."""
+    both = frozenset(("torch", "triton"))
+    for backend, imported in (("torch", {"triton": 30_000_000}), ("mlx", {"torch": 215_000_000})):
+        ask = replace(CPU, backend=backend)
+        alone = estimate(SMOLLM, ask)["reserve"]
+        plan = estimate(SMOLLM, replace(ask, packages=both))
+        assert plan["reserve"] - alone == sum(imported.values())
+        assert all(f"{size:,} B of {name}" in plan.parts[5].formula for name, size in imported.items())
+        for is_there in (False, True):
+            monkeypatch.setattr("dualtune.engine.memory.estimate._is_installed", lambda name, there=is_there: there)
+            here = estimate(SMOLLM, replace(ask, packages=None))["reserve"]
+            assert here == (plan["reserve"] if is_there else alone)

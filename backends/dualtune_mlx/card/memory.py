@@ -24,6 +24,7 @@ from dualtune.engine.memory.estimate import (
     has_plain_loss,
     int8_weights,
     largest_update,
+    libraries,
     mean_rank,
     num_kept,
     num_scaled,
@@ -61,10 +62,12 @@ CHUNKED, CHUNKED_COMPILED = {1: (4, 9.7), 2: (4, 13)}, {1: (9.5, 0), 2: (8, 6)}
 AVERAGE = 3  # and with an average: its offset, old and new, and the old weights
 GELU = 4  # tensors kept by GPT-2's activation, including its input and output
 # Memory that is no array. On a Mac: Python with its libraries, Metal's kernels and command buffers. On a CPU, fitted to
-# the processes of benchmarks/memory_plan.py: Python with its libraries, and something for each token (MLX keeps freed
-# buffers). More tokens were not measured.
+# the processes of benchmarks/memory_plan.py: Python with its libraries; torch where it is installed, because mlx-lm
+# imports transformers, which imports it (and for Llama, whose config asks for activations, also torch's compiler: 60 MB
+# that other families do not take); something for each token (MLX keeps freed buffers). More tokens were not measured.
 METAL_RESERVE = 512 << 20
-LIBRARIES, OF_TOKEN, GROWING_TOKENS = 180_000_000, 130_000, 2048
+LIBRARIES, OPTIONAL = 60_000_000, {"torch": 215_000_000}
+OF_TOKEN, GROWING_TOKENS = 50_000, 2048
 
 
 def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
@@ -85,9 +88,8 @@ def reserve(ask: Ask) -> MemoryPart:
     """What is no array."""
     if ask.device == "metal":
         return MemoryPart("reserve", METAL_RESERVE, "Python, MLX and Metal")
-    tokens = min(ask.cells, GROWING_TOKENS)
-    formula = f"{LIBRARIES:,} B of libraries + {tokens} tokens × {OF_TOKEN:,} B"
-    return MemoryPart("reserve", LIBRARIES + OF_TOKEN * tokens, formula)
+    tokens, (size, formula) = min(ask.cells, GROWING_TOKENS), libraries(LIBRARIES, OPTIONAL, ask)
+    return MemoryPart("reserve", size + OF_TOKEN * tokens, f"{formula} + {tokens} tokens × {OF_TOKEN:,} B")
 
 
 def weights(decoder: Decoder, ask: Ask) -> MemoryPart:

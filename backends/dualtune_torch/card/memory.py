@@ -23,6 +23,7 @@ from dualtune.engine.memory.estimate import (
     has_plain_loss,
     int8_weights,
     largest_update,
+    libraries,
     mean_rank,
     num_kept,
     num_scaled,
@@ -56,11 +57,12 @@ ROUNDING_ARRAYS = 7  # and where it is rounded to bfloat16, with the part that i
 GELU = 4  # tensors kept by GPT-2's activation, elementwise in transformers: its input, half of it, tanh, 1 + tanh
 OFFLOADED_AT_ONCE = 2  # inputs of segments on the device: the one that is used, and the next one on its way
 # Memory that is no tensor. On CUDA the context with its kernels, which the allocator does not count, and cuBLAS'
-# workspace. On a CPU, fitted to the processes of benchmarks/memory_plan.py: Python with torch and transformers; a share
-# of the peak, which the C library keeps in blocks that nothing fits in; with compiled code the compiler, and something
-# for each of the first tokens whose cause is not known. With int8, half of an output head in float32 comes on top.
+# workspace. On a CPU, fitted to the processes of benchmarks/memory_plan.py: Python with torch and transformers, and
+# Triton, which torch imports where it is installed; a share of the peak, which the C library keeps in blocks that
+# nothing fits in; with compiled code the compiler, and something for each of the first tokens whose cause is not known.
+# With int8, half of an output head in float32 comes on top.
 CUDA_RESERVE = 640 << 20
-LIBRARIES, KEPT_SHARE = 320_000_000, 0.4
+LIBRARIES, OPTIONAL, KEPT_SHARE = 320_000_000, {"triton": 30_000_000}, 0.4
 COMPILER, OF_TOKEN, GROWING_TOKENS = 20_000_000, 230_000, 512
 
 
@@ -140,8 +142,8 @@ def reserve(decoder: Shape, ask: Ask, peak: int) -> MemoryPart:
     """What is no tensor, in a step with a `peak` of tensors beyond those that are always there."""
     if ask.device == "cuda":
         return MemoryPart("reserve", CUDA_RESERVE, "CUDA context and cuBLAS")
-    size = LIBRARIES + int(KEPT_SHARE * peak)
-    formula = f"{LIBRARIES:,} B of libraries + {KEPT_SHARE} × {peak:,} B, kept by the C library"
+    size, formula = libraries(LIBRARIES, OPTIONAL, ask)
+    size, formula = size + int(KEPT_SHARE * peak), f"{formula} + {KEPT_SHARE} × {peak:,} B, kept by the C library"
     if ask.quantization == "int8":
         head = decoder.vocab * decoder.hidden * MASTER_BYTES // 2
         size, formula = size + head, f"{formula} + {head:,} B with int8"

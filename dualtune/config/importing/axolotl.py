@@ -57,6 +57,7 @@ _READ = {"path", "name", "split", "type", "data_files", "ds_type", "field", "fie
          "message_field_role", "message_field_content", "message_property_mappings",
          "chat_template_kwargs", "roles"}  # fmt: skip
 _ROLES = ("system", "user", "assistant", "tool")
+_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz")
 _OF_PAIRS = {"field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected"}
 _OWN_PAIRS = {"field_system": "system", "field_prompt": "prompt", "field_chosen": "chosen",
               "field_rejected": "rejected", "field_completion": "completion", "field_label": "label"}  # fmt: skip
@@ -172,11 +173,20 @@ def _source(file: ForeignFile, where: str, entry: dict[str, Any]) -> list[dict[s
     _report_other_keys(file, where, entry)
     format, columns = _layout(file, where, entry)
     options = {"format": format, "columns": columns, "roles": _roles(file, where, entry)}
-    if (files := entry.get("data_files")) is None or not files:
+    files: Any = entry.get("data_files") or entry.get("path")
+    if entry.get("data_files") or str(files).lower().endswith(_FILES):
+        _report_part(file, where, entry)
+    else:
         options |= {"subset": entry.get("name"), "split": entry.get("split")}
-        files = [entry.get("path")]
-    paths: list[Any] = [files] if isinstance(files, str) else cast(list[Any], files)
+    paths: list[Any] = cast(list[Any], files) if isinstance(files, list) else [files]
     return [{"path": path} | {key: value for key, value in options.items() if value} for path in paths]
+
+
+def _report_part(file: ForeignFile, where: str, entry: dict[str, Any]) -> None:
+    """Report the part of a data set that an entry with files names: to its library a file is the split `train`."""
+    for key in ("name", "split"):
+        if (value := entry.get(key)) and (key, value) != ("split", "train"):
+            file.lose(f"{where}.{key}", "files are read whole; name those with the rows", value=value)
 
 
 def _roles(file: ForeignFile, where: str, entry: dict[str, Any]) -> dict[str, str]:

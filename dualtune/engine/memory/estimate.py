@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
@@ -101,6 +102,7 @@ class Ask:
     balances_experts: bool = False  # whether routers keep a gradient for each token and expert (`engine/routing.py`)
     compares: bool = False  # whether a step asks for the log-probabilities of all answers before it computes a gradient
     teacher: MemoryPart | None = None  # the weights of another model that is loaded beside
+    packages: frozenset[str] | None = None  # those that libraries import where they are installed; None: as here
 
     @property
     def trains_model(self) -> bool:
@@ -437,6 +439,19 @@ def int8_weights(decoder: Decoder, ask: Ask) -> MemoryPart:
     rows, plain = decoder.layers * sum(layer.out for layer in decoder.linears().values()), decoder.num_parameters - n
     formula = f"{n:,} parameters × 1 B + {rows:,} rows × 4 B, {plain:,} in embedding, head and norms × {c} B"
     return MemoryPart("weights", n + 4 * rows + c * plain, formula)
+
+
+def libraries(alone: int, optional: Mapping[str, int], ask: Ask) -> tuple[int, str]:
+    """Return the bytes of Python with the backend's libraries, and of the packages that these import where they are
+    installed, and the formula."""
+    imported = [name for name in optional if (_is_installed(name) if ask.packages is None else name in ask.packages)]
+    parts = [f"{alone:,} B of libraries", *(f"{optional[name]:,} B of {name}" for name in imported)]
+    return alone + sum(optional[name] for name in imported), " + ".join(parts)
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 def has_plain_loss(decoder: Shape, ask: Ask) -> bool:

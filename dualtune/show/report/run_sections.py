@@ -178,7 +178,10 @@ def data(run: RunFiles) -> dict[str, Any] | None:
         for source in _tables(counts.get("sources"))[:MAX_SOURCES]
     ]
     samples = [
-        (row.get("where", ""), _marked(str(row.get("text", "")), row.get("targets")))
+        (
+            ", ".join(str(row[key]) for key in ("where", "answer") if row.get(key)),
+            _marked(str(row.get("text", "")), row.get("targets")),
+        )
         for row in _tables(counts.get("samples"))[:MAX_SAMPLES]
     ]
     return {"counts": pairs, "bars": bars, "sources": sources, "samples": samples}

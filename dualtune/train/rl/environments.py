@@ -35,7 +35,7 @@ from dualtune.train.rl.drawing import Drawing
 from dualtune.train.rl.isolated import Isolated, imported, serve
 
 KEY = "rollouts.environment"
-MOST_SAID = 1 << 22  # characters at once: more takes minutes and gigabytes to become tokens, too many for any model
+MOST_SAID = 1 << 22  # characters at once: more takes long to become tokens, of which there are too many then
 
 
 @dataclass(slots=True)
@@ -298,8 +298,8 @@ def turns_of(said: Any) -> list[dict[str, str]] | None:
     turns = [{key: turn[key] for key in ("role", "content")} for turn in cast("list[dict[str, Any]]", listed)]
     if not all(isinstance(value, str) for turn in turns for value in turn.values()):
         raise ValueError("an environment says a text, or messages with the texts role and content")
-    if (said_characters := sum(len(turn["content"]) for turn in turns)) > MOST_SAID:
-        raise ValueError(f"it says {said_characters} characters at once, allowed: {MOST_SAID}. Let it cut its text")
+    if (number := sum(len(turn["content"]) for turn in turns)) > MOST_SAID:
+        raise ValueError(f"an environment says at most {MOST_SAID} characters at once, got {number}: cut the text")
     return turns
 
 
