@@ -286,7 +286,7 @@ def test_what_cannot_be_recomputed_is_refused(load):
             engine.set_checkpointing(impossible)
         assert engine.description.checkpointing == "3 of 4 layers are recomputed"
         assert runs_of_layers(engine) == [2, 2, 2, 1]
-    engine.model._no_split_modules = None
+    engine.model._no_split_modules = ["UnknownLayer"]
     unknown = Recomputation(engine.model, [])
     with pytest.raises(ConfigError, match="got all layers, but transformers does not list the layers of LlamaFor"):
         unknown.set(FULL, lambda: None)

@@ -44,7 +44,10 @@ FAMILIES = {
     "Granite": ({"num_key_value_heads": 2, "logits_scaling": 1.0}, ALL | BLOCKS),
     "Cohere": ({"num_key_value_heads": 2}, {"lora", "attention", "mlp"}),  # scaled logits, interleaved rotation
     "Mixtral": (GROUPED | {"num_local_experts": 4}, ALL | {"norms", "rotary"}),
-    "GptOss": (GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}, {"lora"}),  # sinks
+    "GptOss": (  # sinks
+        GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        {"lora", "loss"},
+    ),
 }
 
 

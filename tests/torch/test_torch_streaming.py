@@ -366,7 +366,7 @@ def test_more_layers_than_there_are_and_models_without_a_list_are_refused(load):
     model.model.layers.requires_grad_(True)
     with pytest.raises(ConfigError, match=r"got 2, but only frozen layers can be streamed; allowed: all"):
         StreamedLayers(model, torch.device("cpu"), 2)
-    model._no_split_modules = None
+    model._no_split_modules = ["UnknownLayer"]
     with pytest.raises(ConfigError, match=r"does not list the layers of LlamaForCausalLM; allowed: all"):
         StreamedLayers(model, torch.device("cpu"), 2)
 
