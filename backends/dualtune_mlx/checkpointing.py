@@ -52,7 +52,8 @@ class Recomputation:
             if segments and not self._is_exact(segments):
                 raise ConfigError(
                     f"memory.checkpointing: the layers of this model ({type(self._model).__module__}) exchange more "
-                    "than their hidden states, so they cannot be recomputed; allowed: none, adapter_inputs"
+                    "than their hidden states, or are not called as wholes, so they cannot be recomputed; allowed: "
+                    "none, adapter_inputs"
                 )
         if checkpointing.adapter_inputs:
             self._origins.install(self._model)
@@ -93,6 +94,8 @@ class Recomputation:
                 slopes = mx.grad(probe)(params)
         except NotRecomputable:
             return False
+        if not all(segment.was_called for segment in segments):
+            return False
         return all(bool(mx.allclose(slopes[name], plain[name], equal_nan=True)) for name in params)
 
 
@@ -101,13 +104,17 @@ class NotRecomputable(Exception):
 
 
 class Segment:
-    """Consecutive decoder layers. The calls of all but the last wait until the last is called."""
+    """Consecutive decoder layers. The calls of all but the last wait until the last is called.
+
+    `was_called`: whether the model calls them at all. IQuest-LoopCoder calls the parts of its layers.
+    """
 
     def __init__(self, layers: list[Any], adapter: AdaptedLayers | WholeModel) -> None:
         self._layers = layers
         self._adapter = adapter
         self._names = adapter.names_in(layers)
         self._waiting: list[Callable[[mx.array], mx.array]] = []
+        self.was_called = False
 
     def enter(self) -> None:
         for layer in self._layers:
@@ -125,7 +132,7 @@ class Segment:
         self._waiting.append(lambda x: layer(x, *args, **options))
         if len(self._waiting) < len(self._layers):
             return x
-        calls, self._waiting = self._waiting, []
+        calls, self._waiting, self.was_called = self._waiting, [], True
         run = recomputed(partial(self._run, calls), self._adapter.dropout_seeds)
         return run(x, *(self._adapter.bound[name] for name in self._names))
 

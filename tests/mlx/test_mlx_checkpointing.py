@@ -33,6 +33,10 @@ GEMMA4 = {
     "num_attention_heads": 4, "global_head_dim": 8, "vocab_size": 96, "vocab_size_per_layer_input": 96,
     "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "sliding_window_pattern": 2,
 }  # fmt: skip
+IQUEST = {
+    "model_type": "iquestloopcoder", "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "rms_norm_eps": 1e-5, "loop_num": 2,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -206,13 +210,16 @@ def test_more_layers_than_there_are_are_refused(load, runs):
     assert len(runs) == 2 and engine.description.checkpointing == "2 of 4 layers are recomputed"
 
 
-@pytest.mark.parametrize("how", [FULL, PAIRS], ids=["full", "pairs"])
-def test_layers_that_exchange_more_than_hidden_states_are_refused(how, load, tmp_path, runs):
-    """Gemma 4, where the last layers take keys and values of earlier ones; its adapters' inputs can be made again."""
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA4))
+@pytest.mark.parametrize(("config", "how"), [(GEMMA4, FULL), (GEMMA4, PAIRS), (IQUEST, FULL)])
+def test_layers_that_are_no_functions_of_the_hidden_states_are_refused(config, how, load, tmp_path, runs):
+    """Adapters' inputs can be made again.
+
+    In Gemma 4 the last layers take keys and values of earlier ones; IQuest-LoopCoder calls the parts of its layers.
+    """
+    (tmp_path / "config.json").write_text(json.dumps(config))
     engine = load(tmp_path, init="random", adapter=replace(SPEC, targets=("q_proj",)))
     before = learned(engine, KEEP_ALL, DOCUMENTS)[0]
-    with pytest.raises(ConfigError, match=r"model \(mlx_lm.models.gemma4_text\).*allowed: none, adapter_inputs"):
+    with pytest.raises(ConfigError, match=rf"mlx_lm.models.{config['model_type']}\).*allowed: none, adapter_inputs"):
         engine.set_checkpointing(how)
     assert engine.description.checkpointing == "none"
     assert_same_bits(engine, REMADE, batches=[DOCUMENTS])
