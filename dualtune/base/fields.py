@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from dualtune.base.errors import FormatError
@@ -89,3 +90,8 @@ def subtable(table: Table, key: str, where: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong(where, key, value, "an object")
     return cast("dict[str, Any]", value)
+
+
+def repeated_key(pairs: Iterable[tuple[str, Any]]) -> str:
+    """Return the key that is most often given, of an object with a key that is given more than once."""
+    return Counter(key for key, _ in pairs).most_common(1)[0][0]

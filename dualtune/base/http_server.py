@@ -14,13 +14,14 @@ import select
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
+
+from dualtune.base.fields import repeated_key
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -283,8 +284,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object. ValueError for a key that is given twice: which one counts, readers disagree on."""
     table = dict(pairs)
     if len(table) < len(pairs):
-        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"'{twice[:50]}' is given more than once")
+        raise ValueError(f"'{repeated_key(pairs)[:50]}' is given more than once")
     return table
 
 

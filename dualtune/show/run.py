@@ -122,8 +122,8 @@ def _start(prepared: Prepared) -> list[str]:
         return []
     optimizer = "a new optimizer" if state is None else f"its optimizer after {state.optimizer.step} updates"
     assert prepared.start is not None
-    base = subtable(prepared.start.metadata, "base", path)
-    is_other = base.get("weights_sha256", here := prepared.model.identity["weights_sha256"]) != here
+    base, here = subtable(prepared.start.metadata, "base", path), prepared.model.identity["weights_sha256"]
+    is_other = base.get("weights_sha256", here) != here
     other = f"; it was trained on other weights, those of {shown(str(base.get('name')))}" if is_other else ""
     return [f"start       {path}, with {optimizer}{other}"]
 

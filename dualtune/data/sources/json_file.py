@@ -11,11 +11,11 @@ import contextlib
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Generator
 from typing import Any, NoReturn, cast
 
 from dualtune.base.errors import DataError
+from dualtune.base.fields import repeated_key
 from dualtune.data.sources.data_file import HOLDS_NUL, LINE_TOO_LONG, MAX_LINE, DataFile, Rows
 from dualtune.data.sources.rows import BadRow, RawRow, RowError, printable
 
@@ -82,8 +82,7 @@ def excerpt(text: str, pos: int) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise RowError(f"has the key {key[:40]!r} more than once")
+        raise RowError(f"has the key {repeated_key(pairs)[:40]!r} more than once")
     return fields
 
 
