@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from dualtune.base.errors import ConfigError, DualtuneError, LockedError, NonFiniteError, OutOfMemory, Paused
 from dualtune.base.files import check_own
 from dualtune.config import Config
+from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 from dualtune.data.documents import Show
 from dualtune.engine.backend import Backend
 from dualtune.model.base_model import resolve_model
@@ -90,9 +91,23 @@ def _check_same(saved: Checkpoint, config: Config) -> None:
         )
 
 
-def have_same_eval(checked: Sequence[CheckedTrial]) -> bool:
-    """Return whether the evaluation losses of these runs are of the same documents, in the same tokens."""
-    return len({one.eval_documents for one in checked}) == 1
+def why_not_comparable(checked: Sequence[CheckedTrial]) -> str | None:
+    """Return why the losses of these runs do not say which is best; None if they do."""
+    if len({one.eval_documents for one in checked}) > 1:
+        return "they have different held-out rows or tokens"
+    if len({_loss_of(one.trial.config, held_out=one.has_eval) for one in checked}) > 1:
+        return "their losses are different ones (train.objective and its settings)"
+    return None
+
+
+def _loss_of(config: Config, *, held_out: bool) -> str:
+    """Return what the score of a run is a loss of: equal texts for losses that can be compared."""
+    name, rollouts = config.train.objective, config.rollouts
+    if name in ("sft", "distill") and held_out:  # evaluations of both have the plain loss of sft
+        return "sft"
+    if name in POLICY_OBJECTIVES:  # −reward
+        return repr((rollouts.rewards, rollouts.weights, rollouts.environment, rollouts.environment_args))
+    return repr((name, config.preference, config.distill, config.train.label_smoothing))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -243,8 +258,6 @@ def check_comparable(checked: Sequence[CheckedTrial]) -> None:
         )
     if len({one.trial.config.run.eval_every for one in checked}) > 1:
         raise ConfigError("--halving: compares runs at the same step, so run.eval_every must be the same in all")
-    if not have_same_eval(checked):
-        raise ConfigError("--halving: compares runs by their held-out rows, and these have different rows or tokens")
 
 
 def _score_at(trial: SweepTrial, step: int) -> Score:
@@ -319,6 +332,9 @@ def check_plan(plan: SweepPlan, backend: Backend, show: Show) -> list[CheckedTri
     checked = [check(trial, backend, show) for trial in plan.trials()]
     if plan.halving:
         check_comparable(checked)
+    if (plan.halving or plan.num_chosen is not None) and (reason := why_not_comparable(checked)):
+        option = "--halving" if plan.halving else "--trials"
+        raise ConfigError(f"{option}: chooses between runs by their losses, but {reason}. Leave {option} out")
     return checked
 
 
