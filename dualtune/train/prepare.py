@@ -403,8 +403,8 @@ def with_adapter_of(config: Config, start: Adapter | None) -> Config:
     rate = config.train.embedding_learning_rate
     if rate is not None and not any(map(is_of_a_table, start.tensors)):
         raise ConfigError(
-            f"train.embedding_learning_rate: got {rate:g}, but the adapter in adapter.init_from trains neither embedding "
-            "nor output head. Remove the key"
+            f"train.embedding_learning_rate: got {rate:g}, but the adapter in adapter.init_from trains neither "
+            "embedding nor output head. Remove the key"
         )
     problems = [
         f"adapter.{key}: got {getattr(config.adapter, key)}, but the adapter in adapter.init_from has {value}"

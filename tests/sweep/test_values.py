@@ -110,7 +110,7 @@ def test_the_default_grid_of_full_training_is_a_tenth_and_sgd_has_none(make_conf
         {"model": {"name": "m"}, "data": {"train": "x"}, "adapter": {"method": "full"}, "run": {"dir": "r"}}
     )
     assert default_rates(full, {"model_type": "mistral"}).values == (2e-5, 5e-5, 2e-4)
-    with pytest.raises(ConfigError, match="no rate is known to be usual with train.optimizer: sgd"):
+    with pytest.raises(ConfigError, match=r"no rate is known to be usual with train\.optimizer: sgd"):
         default_rates(make_config("x.jsonl", {"train.optimizer": "sgd"}), {})
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from dualtune.base.errors import ConfigError, DualtuneError, LockedError, NonFiniteError, OutOfMemory, Paused
 from dualtune.base.files import check_own
 from dualtune.config import Config
-from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
+from dualtune.config.values import POLICY_OBJECTIVES
 from dualtune.data.documents import Show
 from dualtune.engine.backend import Backend
 from dualtune.model.base_model import resolve_model
