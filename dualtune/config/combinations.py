@@ -481,8 +481,8 @@ def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, st
     for key in _ADAPTER_ONLY:
         value = getattr(config.adapter, key)
         if value != type(config.adapter).model_fields[key].default:
-            shown = ", ".join(map(str, value)) if isinstance(value, tuple | dict) else str(value)
-            shown = shown.lower() if isinstance(value, bool) else shown
+            shown = value if isinstance(value, str | int | float) else ", ".join(map(str, value))
+            shown = "true" if value is True else shown
             yield ("adapter", key), method, f"got {shown}, but adapter.method: full has no adapter; remove the key"
     if config.train.lora_plus_ratio not in (None, 1.0):
         rule = "but adapter.method: full has no B; remove the key"
