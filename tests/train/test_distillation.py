@@ -269,6 +269,15 @@ def test_rows_and_micro_batches_do_not_change_the_run(distil, rows_of, settings)
             assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected], abs=RESUMED_LOSS)
 
 
+@on_numpy
+def test_what_a_person_sees_of_a_run(distil, rows_of):
+    lab, settings = distil
+    run_dir = lab.run(**settings).run_dir
+    last = rows_of(run_dir)[1][-1]["eval_divergence"]
+    assert f"divergence {last:.4f}" in (run_dir / "log.txt").read_text()
+    assert "divergence from the teacher, the last evaluation" in (run_dir / "report.html").read_text()
+
+
 @pytest.mark.parametrize("settings", [{}, JSD], ids=str)
 def test_a_run_that_was_killed_ends_with_the_same_bits(distil, weights_of, settings):
     lab, common = distil
