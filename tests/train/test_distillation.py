@@ -190,7 +190,12 @@ def test_keys_that_contradict_each_other(lines, key):
 
 
 @on_numpy
-@pytest.mark.parametrize("settings", [{}, JSD, SOFT, JSD | {"distill__beta": 0.9, "distill__sft_weight": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, JSD, SOFT, *(JSD | {"distill__beta": beta} for beta in (0, 1)),
+     JSD | {"distill__beta": 0.9, "distill__sft_weight": 0.5}],
+    ids=str,
+)  # fmt: skip
 def test_the_gradient_of_a_step_is_that_of_the_divergence(distil, settings):
     """Against finite differences of the evaluation's divergence and loss, over the step's own documents."""
     lab, common = distil
