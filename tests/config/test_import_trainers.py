@@ -243,7 +243,7 @@ def test_what_is_not_here_is_named(translate, trainer, more, named):
         ("TRL", {"loss_type": "sigmoid", "beta": 0}, "preference.beta: got 0"),
         ("TRL", {"rloo_k": 4}, "rloo_k: got 4, it belongs to ppo, an older rloo"),
         ("TRL", {"lmbda": 1.0}, "teacher_model_name_or_path: got null, must be a hub id or a directory"),
-        ("TRL", {"lmbda": 0.5, "teacher_model_name_or_path": "t"}, "lmbda: got 0.5, only 0, the answers of the data"),
+        ("TRL", {"lmbda": 0.5, "teacher_model_name_or_path": "t"}, "lmbda: got 0.5, with an lmbda of 0.5 GKD"),
         ("TRL", {"seq_kd": True, "teacher_model_name_or_path": "t"}, "seq_kd: got true, the answers of a teacher are"),
         ("TRL", {"reward_funcs": "f", "teacher_model_name_or_path": "t"}, "reward_funcs: got 'f', it belongs to grpo"),
         (

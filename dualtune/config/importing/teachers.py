@@ -37,7 +37,10 @@ def is_on_policy(file: ForeignFile) -> bool:
     if file.flag("seq_kd"):
         raise file.wrong("seq_kd", "the answers of a teacher are data: let it write them, and train on them by sft")
     if (share := file.number("lmbda")) not in (0, 1):
-        raise file.wrong("lmbda", "only 0, the answers of the data, and 1, those of the student, can be translated")
+        rule = (
+            f"with an lmbda of {share:g} GKDTrainer takes some answers of the data and some of the student; set it to "
+        )
+        raise file.wrong(next(name for name in _OF_GKD if name in file), f"{rule}0 or 1")
     return share == 1
 
 
