@@ -283,6 +283,20 @@ def test_what_a_person_sees_of_a_run(distil, rows_of):
     assert "divergence from the teacher, the last evaluation" in (run_dir / "report.html").read_text()
 
 
+@pytest.mark.parametrize("lab", ["torch"], indirect=True)
+def test_eval_measures_the_divergence_where_the_recording_is(distil, dualtune_main, rows_of):
+    lab, settings = distil
+    result = lab.run(**settings)
+    args = ("eval", result.run_dir / "config.yaml", "--json", "--no-leaks", "--platform", "cpu")
+    report, last = json.loads(dualtune_main(*args).stdout), rows_of(result.run_dir)[1][-1]
+    assert report["divergence"] == pytest.approx(last["eval_divergence"], abs=1e-5)
+    assert report["loss"] == pytest.approx(last["eval_loss"], abs=1e-5)
+    Path(settings["distill__distributions"]).unlink()
+    without = dualtune_main(*args)
+    assert without.returncode == 0 and "divergence" not in json.loads(without.stdout)
+    assert "divergence  not measured: there is no " in without.stderr
+
+
 @pytest.mark.parametrize("settings", [{}, JSD], ids=str)
 def test_a_run_that_was_killed_ends_with_the_same_bits(distil, weights_of, settings):
     lab, common = distil
