@@ -583,7 +583,7 @@ RULES = (
     translated("tokens", "data.new_tokens", lambda file: listed(file, "tokens", "data.new_tokens"),
                "their rows are trained without lora_modules_to_save"),
     absent("unfrozen_parameters",
-           "only LoRA matrices of linear layers are trained", "adapter.targets"),
+           "modules that are trained whole beside an adapter are named, not matched", "adapter.train_modules"),
     translated("peft_layers_to_transform", "adapter.layers", _layers, "a number, or a list of them"),
     absent("peft_layers_pattern", "the layers are those of the text model", "adapter.layers"),
     translated("lora_rank_pattern", "adapter.rank_pattern", lambda file: module_numbers(file, "lora_rank_pattern"),
