@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 from dualtune.base.errors import ConfigError, DualtuneError, LockedError, NonFiniteError, OutOfMemory, Paused
 from dualtune.base.files import check_own
 from dualtune.config import Config
-from dualtune.config.values import POLICY_OBJECTIVES
 from dualtune.data.documents import Show
 from dualtune.engine.backend import Backend
 from dualtune.model.base_model import resolve_model
 from dualtune.model.config_file import read_config
-from dualtune.train.health import Score
+from dualtune.train.health import Score, scored_loss
 from dualtune.train.prepare import prepare
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.listing import RunSummary, summary_of
@@ -95,19 +94,9 @@ def why_not_comparable(checked: Sequence[CheckedTrial]) -> str | None:
     """Return why the losses of these runs do not say which is best; None if they do."""
     if len({one.eval_documents for one in checked}) > 1:
         return "they have different held-out rows or tokens"
-    if len({_loss_of(one.trial.config, held_out=one.has_eval) for one in checked}) > 1:
+    if len({scored_loss(one.trial.config.model_dump(), held_out=one.has_eval) for one in checked}) > 1:
         return "their losses are different ones (train.objective and its settings)"
     return None
-
-
-def _loss_of(config: Config, *, held_out: bool) -> str:
-    """Return what the score of a run is a loss of: equal texts for losses that can be compared."""
-    name, rollouts = config.train.objective, config.rollouts
-    if name in ("sft", "distill") and held_out:  # evaluations of both have the plain loss of sft
-        return "sft"
-    if name in POLICY_OBJECTIVES:  # −reward
-        return repr((rollouts.rewards, rollouts.weights, rollouts.environment, rollouts.environment_args))
-    return repr((name, config.preference, config.distill, config.train.label_smoothing))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
