@@ -236,6 +236,23 @@ def test_the_reference_is_computed_once_for_the_same_base_and_data(compare, monk
     assert len(passes) == 6
 
 
+@pytest.mark.parametrize("lab", ["torch", "mlx"], indirect=True)
+def test_the_bits_of_a_run_do_not_depend_on_what_other_runs_left_in_the_cache(compare, monkeypatch, weights_of):
+    """A fresh DoRA, or a start that is made of the weight, is the base but for the last digits."""
+    lab = compare("dpo")
+    settings = RUN | {"train__objective": "dpo", "model__dtype": "float32", "train__steps": 2, "data__eval": 0}
+
+    def after(*others):
+        monkeypatch.setenv("DUALTUNE_CACHE", str(lab.tmp_path / f"cache-{len(others)}"))
+        for number, keys in enumerate(others):
+            lab.run(f"other-{len(others)}-{number}", **settings, **keys)
+        return weights_of(lab.run(f"last-{len(others)}", **settings).run_dir)
+
+    assert (
+        after({"adapter__init": "pissa"}) == after({"adapter__method": "dora"}, {"adapter__init": "olora"}) == after()
+    )
+
+
 @on_numpy
 def test_the_reference_is_the_adapter_that_the_run_starts_from_or_the_base(compare, rows_of):
     lab = compare("dpo")

@@ -28,6 +28,7 @@ from dualtune.data.documents import Documents, Show
 from dualtune.data.tokens.store import forget_unused
 from dualtune.engine.backend import Backend, Batch, Engine, routing_weights
 from dualtune.model.adapter import Tensors
+from dualtune.model.methods import KEPT_INITS, dora
 from dualtune.train.activation_cache import each_alone, engine_key
 from dualtune.train.evaluation import measure_share, using
 from dualtune.train.hooks import EvalRecord
@@ -200,13 +201,12 @@ def comparison_of(
     """
     if not objective.needs_reference:
         return AnswerComparison(objective, None, None)
-    is_start = config.adapter.init_from is not None and config.preference.reference != "base"
+    adapter = config.adapter
+    is_start = adapter.init_from is not None and config.preference.reference != "base"
     state = engine.adapter_state() if is_start else None
-    with (
-        contextlib.nullcontext()
-        if is_start or config.adapter.init_from is None
-        else using(engine, engine.neutral_state())
-    ):
+    # A start that is made of the weight changes nothing but the last bits, which what is cached must not depend on.
+    is_neutral = adapter.init_from is None and adapter.init not in KEPT_INITS
+    with contextlib.nullcontext() if is_start or is_neutral else using(engine, engine.neutral_state()):
         key = _key(engine, backend, base, state, config)
         train, eval_ = (_sums(engine, documents, key, team, show) for documents in parts)
     return AnswerComparison(objective, train, eval_)
@@ -254,8 +254,10 @@ def _key(
     if state is not None:
         patterns = [[*adapter.rank_pattern.items()], [*adapter.alpha_pattern.items()]]
         own = [digest.hexdigest(), adapter.rank, adapter.alpha, adapter.scaling, *patterns]
-    rounded = {} if adapter.merge_for == "none" else {"merge_for": adapter.merge_for}  # the reference too
-    return {**engine_key(engine, backend, base), "adapter": own, **rounded}
+    # What computes the reference otherwise too: a rounding of the merge, and lengths of rows that divide by their own.
+    others = {"merge_for": adapter.merge_for} if adapter.merge_for != "none" else {}
+    others |= {"method": adapter.method} if adapter.method == dora.METHOD.name else {}
+    return {**engine_key(engine, backend, base), "adapter": own, **others}
 
 
 def _read(path: Path, number: int) -> np.ndarray | None:
