@@ -330,27 +330,26 @@ class EvalRun:
             yield PredictedRow(reply.prompt, reply.expected, texts.get(BASE), texts.get(TUNED), right, loss)
 
 
+LEAST_WIDTH = 13  # of the names
+
+
 def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the report for people."""
-    tables = {
-        "metrics": _metric_lines,
-        "preference": _metric_lines,
-        "leaks": _leak_lines,
-        "compare": _compare_lines,
-        "harness": _harness_lines,
-    }
+    tables = {"compare": _compare_lines, "harness": _harness_lines}
+    width = max(LEAST_WIDTH, *map(len, report.get("preference", ())), 0)
     for name, value in report.items():
-        yield from tables[name](value) if name in tables else [f"{name:<13} {_shown(value)}"]
+        if name in tables:
+            yield from tables[name](value)
+        elif name in ("metrics", "preference"):
+            yield from (f"{key:<{width}} {_shown(mean)}" for key, mean in value.items())
+        else:
+            yield f"{name:<{width}} {_leaks_in_words(value) if name == 'leaks' else _shown(value)}"
 
 
-def _metric_lines(means: Mapping[str, float]) -> Iterator[str]:
-    return (f"{name:<13} {_shown(mean)}" for name, mean in means.items())
-
-
-def _leak_lines(leaks: Mapping[str, Any]) -> Iterator[str]:
+def _leaks_in_words(leaks: Mapping[str, Any]) -> str:
     first = f", the first: {leaks['first'][0]} and {leaks['first'][1]}" if leaks["first"] else ""
     counted = f"{leaks['exact']} exactly and {leaks['near']} nearly of {leaks['rows']} held-out rows"
-    yield f"{'leaks':<13} {counted} are in the training data{first}"
+    return f"{counted} are in the training data{first}"
 
 
 def _compare_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
