@@ -35,7 +35,7 @@ from dualtune.model.embeddings import tied_head
 from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
-from dualtune.model.optimizer import OptimizerSpec
+from dualtune.model.optimizer import OptimizerSpec, is_of_a_table
 from dualtune.model.places import in_names_of
 from dualtune.model.targets import ALL_LINEAR, is_embedding, is_head
 from dualtune.model.weight_files import BaseWeights
@@ -269,11 +269,13 @@ def _check_steps(config: Config, num_steps: int) -> None:
 def _check_targets(config: Config, *parts: Documents) -> None:
     for documents in parts:
         if documents.num_rows and not len(documents):
-            raise DataError(
-                f"{', '.join(documents.names)}: no targets: 0 of {documents.num_rows} rows have a target "
-                f"within data.max_length = {config.data.max_length}. "
-                "Raise data.max_length, or check data.loss_on and data.template."
-            )
+            total = documents.num_rows
+            reasons = ", ".join(f"{number} of {total} rows have {why}" for why, number in documents.dropped.items())
+            shortest = documents.shortest_without_target
+            advice = "Check data.loss_on and data.template"
+            if shortest:
+                advice = f"Raise data.max_length = {config.data.max_length}: the shortest of them has {shortest} tokens"
+            raise DataError(f"{', '.join(documents.names)}: no targets: {reasons}. {advice}.")
 
 
 def _resumed(
@@ -400,6 +402,12 @@ def with_adapter_of(config: Config, start: Adapter | None) -> Config:
     values["bias"] = start.spec.beside.bias
     if config.adapter.targets == ALL_LINEAR:
         del values["targets"]
+    rate = config.train.embedding_learning_rate
+    if rate is not None and not any(map(is_of_a_table, start.tensors)):
+        raise ConfigError(
+            f"train.embedding_learning_rate: got {rate:g}, but the adapter in adapter.init_from trains neither "
+            "embedding nor output head. Remove the key"
+        )
     problems = [
         f"adapter.{key}: got {getattr(config.adapter, key)}, but the adapter in adapter.init_from has {value}"
         for key, value in values.items()
