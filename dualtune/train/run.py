@@ -398,7 +398,7 @@ def _evaluate_if_due(job: Job, step: int) -> None:
             measure = partial(evaluate_taught, distillation, teaching.teacher, teaching.eval)
         else:
             assert distillation.eval is not None  # what is not recorded has a teacher
-            measure = partial(distillation.evaluate, said=distillation.eval)
+            measure = partial(distillation.evaluate, soft_targets=distillation.eval)
     try:
         job.watchers.enter(step, EVALUATION)
         with using_result(job.engine, prepared.optimizer):

@@ -19,7 +19,7 @@ from dualtune.engine.backend import Backend, Batch, Engine
 from dualtune.train.generation.batched import Completion
 from dualtune.train.hooks import EvalRecord
 from dualtune.train.objectives.comparison import at_targets
-from dualtune.train.objectives.distillation import Distillation, Learned
+from dualtune.train.objectives.distillation import Contribution, Distillation
 from dualtune.train.objectives.policy_gradient import GAP
 from dualtune.train.objectives.teachers import Teaching, evaluate_taught
 from dualtune.train.recovery import Recovery
@@ -48,12 +48,12 @@ class TaughtSamples:
         """The documents that add to the gradient."""
         return range(len(self.documents))
 
-    def note(self, batch: Batch, learned: Learned) -> None:
+    def note(self, batch: Batch, contribution: Contribution) -> None:
         """Note what a micro-batch has added, for the metrics and the file."""
-        assert learned.logp_N is not None  # a run that draws samples asks first
-        for document, values_T in _by_document(learned.values_N, batch).items():
+        assert contribution.logp_N is not None  # a run that draws samples asks first
+        for document, values_T in _by_document(contribution.values_N, batch).items():
             self._values[document] = float(values_T.mean())
-        for document, logp_T in _by_document(learned.logp_N, batch).items():
+        for document, logp_T in _by_document(contribution.logp_N, batch).items():
             self._gaps[document] = float(np.abs(logp_T - self.drawn[document].logprobs).sum())
 
     def settle(self, team: Team) -> None:
