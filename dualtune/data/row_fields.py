@@ -33,7 +33,7 @@ class RowFields:
         file.seek(places[where][0])
         return json.loads(file.readline())
 
-    def asked(self, where: str) -> list[dict[str, Any]] | None:
+    def prompt_messages(self, where: str) -> list[dict[str, Any]] | None:
         """Return the messages before the last answer of a row; None if it has texts in place of messages."""
         path, _, line = where.rpartition(":")
         row = RawRow(path, int(line), dict(self[where]))

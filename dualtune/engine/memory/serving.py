@@ -10,7 +10,7 @@ from dualtune.engine.memory.estimate import ITEM_BYTES
 from dualtune.engine.memory.shapes import Decoder, UnknownShape, any_decoder
 
 CACHE_SHARE = 0.4  # for keys and values: while rows enter, those of all are there twice
-HELD_SHARE = 0.25  # as many of these tokens beside them, of texts that have ended
+ENDED_SHARE = 0.25  # as many of these tokens beside them, of texts that have ended
 BANK_SHARE = 0.25  # for the adapters of a batch
 
 

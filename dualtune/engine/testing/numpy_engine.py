@@ -422,7 +422,7 @@ class NumpyDecoding:
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None, held: Sequence[GenerationCache | None] | None = None,
+        *, adapters: Sequence[int] | None = None, caches: Sequence[GenerationCache | None] | None = None,
     ) -> NumpyNextLogits:  # fmt: skip
         rows = [*range(len(texts))] if text_of is None else [*text_of]
         adapters_B = adapters_of(texts, adapters)[rows]

@@ -79,10 +79,10 @@ class DecodingInStep:
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None, held: Sequence[GenerationCache | None] | None = None,
+        *, adapters: Sequence[int] | None = None, caches: Sequence[GenerationCache | None] | None = None,
     ) -> NextLogits:  # fmt: skip
         self._tell()
-        return self._decoding.enter(texts, text_of, adapters=adapters, held=held)
+        return self._decoding.enter(texts, text_of, adapters=adapters, caches=caches)
 
     def advance(self, tokens_B: np.ndarray) -> NextLogits:
         self._tell()

@@ -43,7 +43,7 @@ class JudgedAnswer:
     completion: str
     expected: str  # the answer of the data; empty where a row is a prompt alone
     row: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what else a function may ask for, by name
-    asked: Sequence[Mapping[str, Any]] | None = None  # the messages before the answer, where the row has messages
+    prompt_messages: Sequence[Mapping[str, Any]] | None = None  # before the answer, if the row has messages
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ class UserReward:
             own = {"completion": answer.completion, "prompt": answer.prompt, "expected": answer.expected}
             return _number_of(_awaited(self._function(**{**row, **own})))
         prompt, completion = answer.prompt, answer.completion
-        if answer.asked is not None:
-            prompt, completion = answer.asked, [{"role": "assistant", "content": completion}]
+        if answer.prompt_messages is not None:
+            prompt, completion = answer.prompt_messages, [{"role": "assistant", "content": completion}]
         row = {name: value for name, value in row.items() if name not in OWN_LISTS or name in self._function.names}
         columns = {**row, "completions": completion, "prompts": prompt, "expected": answer.expected}
         values = _awaited(self._function(**{name: [one] for name, one in columns.items()}))
@@ -278,7 +278,7 @@ class JudgedAnswers:
             tuple(failure for part in parts for failure in part.failures),
         )
 
-    def told(self) -> list[str]:
+    def failure_texts(self) -> list[str]:
         """Return why rewards failed, each reason once."""
         every = len(self.values_NR)
         return [
@@ -377,11 +377,11 @@ def _served(name: str) -> tuple[Mapping[str, Any], Callable[[Mapping[str, Any]],
     reward = resolved(name)
     if not isinstance(reward, UserReward):
         judge = _direct(reward)
-        return {"columns": [], "required": [], "takes_lists": False}, lambda asked: {
-            "reward": judge(JudgedAnswer(**asked))
+        return {"columns": [], "required": [], "takes_lists": False}, lambda request: {
+            "reward": judge(JudgedAnswer(**request))
         }
     about = {"columns": reward.columns, "required": reward.required, "takes_lists": reward.takes_lists}
-    return about, lambda asked: {"reward": reward(JudgedAnswer(**asked))}
+    return about, lambda request: {"reward": reward(JudgedAnswer(**request))}
 
 
 if __name__ == "__main__":

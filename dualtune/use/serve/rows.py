@@ -99,9 +99,9 @@ class ServedRows:
             self._tokens = None
 
     def _numbered(self, name: str, row: PromptedRow) -> PromptedRow:
-        held = self._adapters.held
-        row.adapter, row.held = self._group.number_of(name), held.longest(name, row.text)
-        row.keep = partial(held.put, name)
+        caches = self._adapters.caches
+        row.adapter, row.cache = self._group.number_of(name), caches.longest(name, row.text)
+        row.keep = partial(caches.put, name)
         return row
 
     def _common_batch(self) -> RowBatch | None:
@@ -112,7 +112,7 @@ class ServedRows:
             try:
                 check_decoding(self._engine, prompts, bank)
                 self._batch = RowBatch(
-                    self._engine, self._bounds, self._is_shortage, self._tell, bank, self._adapters.held.forget
+                    self._engine, self._bounds, self._is_shortage, self._tell, bank, self._adapters.caches.forget
                 )
             except Exception as error:
                 if self._is_over(error):
@@ -162,7 +162,7 @@ class ServedRows:
         failure = None
         try:
             if self._tokens is None:
-                cache = self._adapters.held.begun(name, row.text)
+                cache = self._adapters.caches.cache_for(name, row.text)
                 self._tokens = self._engine.generate(row.text, choose=row.choose, cache=cache)
             if not row.has_ended:
                 row.append(next(self._tokens, None))
