@@ -466,7 +466,7 @@ class MlxEngine:
         """Return what the model computes with, by name.
 
         All at once: otherwise each factor of a product is cast in a kernel, and its gradient in another one. Vectors of
-        an adapter, which are no factors of products, stay float32.
+        an adapter, which are not factors of products, stay float32.
         """
         named = self._layout.named(params.astype(self._dtype))
         if not self._is_full:

@@ -250,7 +250,7 @@ class ApiHandler(BaseHTTPRequestHandler):
         return bool(poll.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no request, or has another method, in JSON as all else."""
+        """Refuse a malformed request, or another method, in JSON like every other error."""
         self.close_connection = True
         if code == HTTPStatus.NOT_IMPLEMENTED:  # only for a method; the library's text names no other
             message = f"{self.command[:20]}: is not a method of this server, which answers {', '.join(self._methods())}"

@@ -227,7 +227,7 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
         failure = redact(str(error))
         if not silent:
             say("\n".join(map(one_line, failure.split("\n"))))
-    # Text that is lost everywhere is no fault of a row, but of the format: it is judged over all rows.
+    # Text that is lost everywhere is the fault of the format, not of a row: it is judged over all rows.
     try:
         check_lost_text(findings.notices, findings.num_good, stream.name, accept=stream.accepts_lost_text)
     except DataError as error:

@@ -191,7 +191,7 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
 
 
 def _impossible_smoothing(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
-    """Yield label smoothing of what is no plain loss of labels."""
+    """Yield label smoothing with other losses than the plain one of labels."""
     smoothing: KeyPath = ("train", "label_smoothing")
     if not (got := config.train.label_smoothing):
         return
@@ -276,7 +276,7 @@ def _impossible_distillation(config: Config) -> Iterator[tuple[KeyPath, KeyPath,
         rule = f"but distill.divergence: {config.divergence} has no beta; remove it, or set divergence: jsd"
         yield ("distill", "beta"), ("distill", "divergence"), f"got {distill.beta:g}, {rule}"
     if name == ON_POLICY and distill.sft_weight:
-        rule = "but the model's own samples are no answers to learn; allowed: 0"
+        rule = "but the model's own samples are not answers to learn; allowed: 0"
         yield ("distill", "sft_weight"), objective, f"got {distill.sft_weight:g}, {rule}"
     is_plain = distill.temperature == config.rollouts.temperature == 1
     if distill.top_k == 0 and not (name == ON_POLICY and config.divergence == "reverse_kl" and is_plain):

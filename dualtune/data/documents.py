@@ -504,7 +504,7 @@ class Documents:
 def notices(*parts: Documents, all_columns_used: bool = False) -> list[str]:
     """Say how many rows of these documents' sources are not learned as they stand there, by kind.
 
-    `all_columns_used`: columns that are no part of the text are not lost, but for rewards and environments.
+    `all_columns_used`: columns outside of the text are for rewards and environments, and not lost.
     """
     stores = {id(store): store for documents in parts for store in documents.stores}.values()
     counts = sum((Counter(store.notices) for store in stores), Counter[str]())

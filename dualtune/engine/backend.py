@@ -64,7 +64,7 @@ class Batch:
 
     tokens_BT: np.ndarray  # int32
     # int32, already shifted: labels[b, t] is the token to predict after tokens[b, t]. Or [B, T, K]: K distinct tokens
-    # that have log-probabilities and loss weights of their own; a token that is no target has IGNORE_INDEX for each.
+    # that have log-probabilities and loss weights of their own; a token that is not a target has IGNORE_INDEX for each.
     labels_BT: np.ndarray
     segments_BT: np.ndarray  # int32, number of the document inside its row, from 1; 0 is padding
     positions_BT: np.ndarray  # int32, position of the token inside its document
@@ -281,7 +281,7 @@ class LoadRequest:
 
     @classmethod
     def of(cls, config: Config, **others: Any) -> LoadRequest:
-        """Return what a config asks of an engine. `others`: the fields that are no values of a config."""
+        """Return what a config asks of an engine. `others`: the fields that are not values of a config."""
         return cls(**{name: attrgetter(key)(config) for name, key in CONFIG_KEYS.items()}, **others)
 
     def base_weights(self) -> BaseWeights | None:

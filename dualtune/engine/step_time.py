@@ -479,7 +479,7 @@ class StepTime:
         return self.model_flops / self.step_s / self.peak_flops
 
     def describe(self) -> str:
-        """Say how long a step takes, and that this is no measurement."""
+        """Say how long a step takes, and that this is not a measurement."""
         return (
             f"about {self.tokens_per_s:,.0f} tokens/s, {in_short_time(self.step_s)} for a step of "
             f"{self.tokens:,} tokens, bound by {self.bound}; {SAID}"

@@ -501,7 +501,7 @@ def trained_tokens(tokens: Sequence[int | str], tokenizer: Tokenizer) -> tuple[i
     ids = {token: token if isinstance(token, int) else tokenizer.id_of(token) for token in tokens}
     if unknown := [token for token, id in ids.items() if id is None]:
         raise ConfigError(
-            f"adapter.train_rows: got {unknown[0]!r}, which is no token of this model's tokenizer. data.new_tokens "
+            f"adapter.train_rows: got {unknown[0]!r}, which is not a token of this model's tokenizer. data.new_tokens "
             "adds tokens"
         )
     return tuple(sorted({id for id in ids.values() if id is not None}))

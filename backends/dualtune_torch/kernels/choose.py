@@ -87,7 +87,7 @@ def choose(
     # The model's own results come before the first change to it.
     expected = own_results(model)
     alone = [module for module in model.modules() if isinstance(module, AdaptedLayer) and not module.grouped]
-    if any(layer.count is None for layer in alone):  # stacks of experts are no linear layers
+    if any(layer.count is None for layer in alone):  # stacks of experts are not linear layers
         chosen.remarks.append("adapters plain: adapter.merge_for has no fast code")
     elif "lora" in names and (
         any(isinstance(module, AdaptedLayer) for module in model.modules())

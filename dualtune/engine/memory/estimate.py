@@ -337,7 +337,7 @@ def _matrices_of(decoder: Shape) -> Counter[tuple[str, tuple[int, ...]]]:
 
 
 def tensors_of(decoder: Shape, ask: Ask) -> tuple[TrainedTensors, ...]:
-    """Return what is trained, by shape. What is no matrix of a model or an adapter counts as one vector."""
+    """Return what is trained, by shape. Everything but the matrices of a model or an adapter counts as one vector."""
     if ask.method == FULL:
         tensors = _matrices_of(decoder)
     else:
@@ -421,7 +421,7 @@ def affine_weights(decoder: Decoder, ask: Ask) -> MemoryPart:
 
 
 def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:
-    """Return the bytes of a matrix. Matrices with rows that are no multiple of a group stay plain, as in mlx-lm."""
+    """Return the bytes of a matrix. Matrices with rows that are not a multiple of a group stay plain, as in mlx-lm."""
     n = out * in_
     return c * n if in_ % AFFINE_GROUP else n * bits // 8 + 2 * c * n // AFFINE_GROUP
 

@@ -82,7 +82,7 @@ def largest_singular(
     """Return (U [out, rank], S, Vᵀ [rank, in]) of the largest singular values, float64.
 
     Of a large matrix by the randomized subspace iteration of Halko, Martinsson & Tropp, arXiv 0909.4061, algorithms 4.4
-    and 5.1. The largest entry of each column of U is positive, so that signs are no matter of a library.
+    and 5.1. The largest entry of each column of U is positive, so that signs do not depend on a library.
     """
     import numpy as np
 

@@ -169,7 +169,7 @@ class ServedTeacher:
                     parsed = json.loads(_read(answer))
                 if isinstance(parsed, dict):
                     return cast("dict[str, Any]", parsed)
-                reason = "its answer is no JSON object"
+                reason = "its answer is not a JSON object"
             except urllib.error.HTTPError as error:
                 reason = f"{error.code} {error.read(300).decode(errors='replace')}"
                 if body is not None and error.code in REFUSED:

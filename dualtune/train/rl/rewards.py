@@ -148,7 +148,7 @@ class UserReward:
     """A function of the user, which gets what it names of the answer and of the columns of its row.
 
     One that names `completions` gets lists, as TRL passes them, here of one answer, and returns a list. As there, an
-    answer to messages is a list of messages. A coroutine is awaited. None is no reward: the answer is not judged.
+    answer to messages is a list of messages. A coroutine is awaited. None means no reward: the answer is not judged.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:

@@ -290,7 +290,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def each_row(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a metrics file one after another, because those of a long run are large together.
 
-    FormatError if it is no file, or larger than MAX_BYTES.
+    FormatError if it is not a file, or larger than MAX_BYTES.
     """
     for line in _each_line(path):
         if line.endswith(b"\n") and (row := row_of(line.decode("utf-8", errors="replace"))) is not None:

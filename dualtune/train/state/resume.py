@@ -70,7 +70,7 @@ class Condition:
     """
 
     def __init__(self, text: str) -> None:
-        """Raise ConfigError if the text is no condition."""
+        """Raise ConfigError if the text is not a condition."""
         parts = _CONDITION.fullmatch(text.strip())
         if parts is None or not parts[1].strip("."):
             raise ConfigError(f"--where: got {text!r}, allowed: KEY=VALUE, also with !=, <, <=, > or >=")

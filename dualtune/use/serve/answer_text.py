@@ -145,7 +145,7 @@ class AnswerScores:
 
     def table(self, row: PromptedRow) -> dict[str, Any]:
         """Return the table of the row's tokens that no table has yet."""
-        new = slice(self._count, len(row.tokens))  # without the token that ended it, which is no part of the answer
+        new = slice(self._count, len(row.tokens))  # without the token that ended it, which is not part of the answer
         tokens, logprobs = row.tokens[new], (row.choose.logprobs or [])[new]
         tops = [zip(ids.tolist(), values.tolist(), strict=True) for ids, values in row.choose.top[new]]
         places = [*zip(tokens, logprobs, map(list[tuple[int, float]], tops or [()] * len(tokens)), strict=True)]

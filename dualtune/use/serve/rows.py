@@ -39,7 +39,7 @@ class BatchGroup:
 
 
 def batch_groups(adapters: AdapterSet, most_numbers: int, tell: Callable[[str], object]) -> list[BatchGroup]:
-    """Return the groups of the models of a set, and tell why an adapter is no part of a bank."""
+    """Return the groups of the models of a set, and tell why an adapter is left out of a bank."""
     plain = [None, *((adapter.spec, adapter.tensors) for adapter in adapters.adapters.values())]
     for name, adapter in zip(adapters.names, plain, strict=True):
         if adapter is not None and (reason := why_not_bankable(*adapter)):

@@ -261,7 +261,7 @@ class TrainingHost:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_state(self, run: str, name: str, *, overwrite: bool = False) -> CheckpointInfo:
-        """Save what a run needs to go on. The gradient of the next update is no part of it."""
+        """Save what a run needs to go on. The gradient of the next update is not part of it."""
         own = self._run(run)
         engine = self._seat.train(own.state)
         spec = own.state.weights.spec
@@ -506,7 +506,7 @@ def check_adam(settings: AdamSettings) -> None:
         ("beta2", "0 to below 1", 0 <= settings.beta2 < 1),
         ("eps", "above 0", settings.eps > 0),
         ("weight_decay", "0 or more", settings.weight_decay >= 0),
-        ("grad_clip_norm", "a number, 0 is no clipping", True),
+        ("grad_clip_norm", "a number, 0 means no clipping", True),
     ):
         if not (is_allowed and math.isfinite(getattr(settings, name))):
             raise ConfigError(f"adam_params: {name}: got {getattr(settings, name)}, allowed: {allowed}")

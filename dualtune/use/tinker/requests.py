@@ -401,7 +401,7 @@ def _dense(tensor: Any, name: str) -> np.ndarray:
 
 def _array(data: bytes, dtype: Any, name: str) -> np.ndarray:
     if len(data) % np.dtype(dtype).itemsize:
-        raise BadRequest(400, f"{name}: {len(data)} bytes are no whole number of {np.dtype(dtype)}")
+        raise BadRequest(400, f"{name}: {len(data)} bytes are not a whole number of {np.dtype(dtype)}")
     return np.frombuffer(data, dtype)
 
 
