@@ -228,7 +228,7 @@ def _run(
 ) -> None:  # fmt: skip
     """Serve until a signal. Connections have threads of their own; the model is used by this one, as are signals.
 
-    `end` is told whether Ctrl-C has cut what was computed.
+    `end` gets whether Ctrl-C has cut answers short.
     """
     is_cut = False
     with server:

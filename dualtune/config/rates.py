@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dualtune.config.schema import Config, TrainConfig
 from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 
-# What divides the rate, and why. Nothing is said of optimizers and objectives that are not here: their rates have
+# What divides the rate, and why. Optimizers and objectives that are not here get no advice: their rates have
 # another scale, as those of sgd, or are another package's.
 OPTIMIZERS = {
     "adamw": (1, ""), "adamw_8bit": (1, ""), "adafactor": (1, ""), "muon": (1, ""),
@@ -54,9 +54,9 @@ def usual_rate(config: Config) -> UsualRate | None:
 
 
 def far_rate(config: Config) -> str | None:
-    """Return what to say of a learning rate that is far above what is usual where less than LoRA's is. None: nothing.
+    """Return a note on a learning rate far above a usual one that is lower than plain LoRA's. None: it is not.
 
-    Of plain LoRA nothing is said, because a small model takes ten times the default.
+    Plain LoRA gets no note, because a small model takes ten times the default.
     """
     usual, rate = usual_rate(config), config.train.learning_rate
     if usual is None or not usual.reasons or rate < FAR * usual.rate:

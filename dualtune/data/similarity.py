@@ -3,7 +3,7 @@
 Rows are added one by one. Of each, 16 bytes of a digest stay in memory and, to find near duplicates, 268 bytes of a
 sketch, up to 450 more while rows are compared, and the place of its text, which waits in a temporary file. Rows whose
 sketches share a band are candidates; those that the sketches put far apart are skipped, and the others are compared
-exactly, so that a row that is left out really is as similar as it is said to be. Rows of one template are all
+exactly, so that a row that is left out really is as similar as reported. Rows of one template are all
 candidates of each other: then all kept rows are looked through by their sketches at once, and only the most alike by a
 larger sketch are compared exactly. Shape suffixes: N rows, H hashes, B bands, K kept rows.
 """

@@ -228,7 +228,7 @@ def first_indices(digests: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a person is told of them: a table of the numbers, warnings, and the numbers of each source.
+# As text for people: a table of the numbers, warnings, and the numbers of each source.
 
 
 def units_of(numbers: Survey) -> str:

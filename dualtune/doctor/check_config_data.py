@@ -42,7 +42,7 @@ SEEN_STEPS = 100  # of which one of usual size is chosen
 
 @dataclass(frozen=True, slots=True)
 class SourceSample:
-    """What is known of a source of training data."""
+    """The facts of a source of training data, as far as they are known."""
 
     weight: float
     num_rows: int | None = None  # two for a pair from which kto learns; None: not counted
@@ -60,7 +60,7 @@ def answers_in(samples: list[SourceSample]) -> int:
 
 
 def check_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Check], list[SourceSample]]:
-    """Return a row for each source, and what is known of each."""
+    """Return a row for each source, and its facts."""
     rows: list[Check] = []
     samples: list[SourceSample] = []
     for source in config.data.sources():

@@ -191,7 +191,7 @@ def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
         for key in [key for key in new if key != "text_config" and (key not in old or old[key] != new[key])]:
             before = dict(old)
             old[key] = new[key]
-            # Where only mlx-lm reads the file, it reads what is there.
+            # A file that only mlx-lm reads is taken literally.
             if key in before if meaning is None else not _agrees(_values(result), meaning):
                 old.clear()
                 old.update(before)

@@ -208,7 +208,7 @@ class Job:
         return [] if self.prepared.rollouts else self.prepared.batches(step, self.recovery.layout)
 
     def tell_start(self) -> None:
-        """Tell the hooks that the run starts, and what is known of it by now."""
+        """Tell the hooks that the run starts, and log the facts of its start."""
         data, engine = self.prepared.data, self.engine.description
         state_bytes = state_size(self.engine) * bytes_per_weight(self.prepared.optimizer)
         self.watchers.tell("on_start", RunInfo(

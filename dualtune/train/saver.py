@@ -190,7 +190,7 @@ class Saver:
         return f"{fault}; it was restored{aside}"
 
     def _check_checkpoints(self) -> str | None:
-        """Check that the checkpoints are still where they were saved; else set aside what is there."""
+        """Check that the checkpoints are still where they were saved; else set aside whatever is there."""
         fault = self._opened.fault() if self._opened else None
         if self._opened is None or fault is None:
             return None

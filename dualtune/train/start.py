@@ -1,4 +1,4 @@
-"""The start of a run: its engine is loaded and tried, and what is known before the first step is written down."""
+"""The start of a run: its engine is loaded and tried, and the facts before the first step are recorded."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
 
 
 def _goes_on_with(start: Checkpoint, settings: Mapping[str, float | None]) -> str:
-    """Return what is said of an optimizer that another run began, with the constants that are others from now on."""
+    """Return the note on an optimizer that another run began, with the constants that have changed."""
     text = f"goes on with the optimizer of {start.path}, after {start.optimizer.step} updates"
     before: Mapping[str, float | None] = start.state.get("updates", {})
     changes = [

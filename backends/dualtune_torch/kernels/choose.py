@@ -136,7 +136,7 @@ def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
 
 @contextmanager
 def _tried(chosen: Kernels, name: str, errors: tuple[type[Exception], ...] = TRIAL_ERRORS) -> Iterator[None]:
-    """Within this context a kernel is tried: where the trial fails, the model's own code stays, and is told why."""
+    """Try a kernel in the block. If the trial fails, the model's own code stays, and the reason is noted."""
     try:
         yield
     except errors as error:

@@ -246,7 +246,7 @@ def _source(file: ForeignFile, key: str, name: str, table: dict[str, Any] | None
     return source | _layout(file, where, row)
 
 
-# Columns of a preference -> ours: what is asked in rows like Alpaca's, and what is answered.
+# Columns of a preference -> ours: the question in rows like Alpaca's, and the answer.
 _PROMPT = {"prompt": "prompt", "query": "input", "system": "system"}
 _ANSWERS = {"preference": {"chosen": "chosen", "rejected": "rejected"}, "unpaired_preference": {"kto_tag": "label"}}
 _READ = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "subset", "split", "ranking", "formatting", "columns",

@@ -61,7 +61,7 @@ _PREFERENCES = {
 }
 _SFT_LOSSES = ("nll", "chunked_nll", "dft")
 _LENGTHS = "data.max_length is that of prompt and answer together"
-_NOT_HERE = {  # their other keys: the value that changes nothing, and what is so here
+_NOT_HERE = {  # their other keys: the value that changes nothing, and what holds here
     "ld_alpha": (1.0, "every token of an answer counts alike"),
     "use_weighting": (False, "every pair has the same weight"),
     "f_divergence_type": ("reverse_kl", "dpo has the reverse KL"),

@@ -362,7 +362,7 @@ def _preference(row: RawRow, fields: Mapping[str, Any], reading: RowReading) -> 
 
 
 def _without_request(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields with what is asked in place of `input` that holds it as a request, as OpenAI's rows do."""
+    """Return the fields with the question in place of an `input` that holds it as a request, as OpenAI's rows do."""
     if not isinstance(fields.get("input"), dict):
         return fields
     if others := [key for key in ("prompt", "messages") if key in fields]:
@@ -490,7 +490,7 @@ def _question(fields: Mapping[str, Any], reading: RowReading) -> str:
 
 
 def _transcripts(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the conversations if each is told in one text, of which `prompt` may hold the beginning."""
+    """Return the conversations if each is one text, whose beginning may be in `prompt`."""
     prompt, told = fields.get("prompt", ""), {key: fields[key] for key in ANSWERS if key in fields}
     if "messages" in fields or "input" in fields or not all(isinstance(text, str) for text in (prompt, *told.values())):
         return {}
@@ -511,7 +511,7 @@ def _with_texts(examples: list[Example], texts: Mapping[str, str], fields: Mappi
 
 
 def _spoken(text: str) -> list[dict[str, str]]:
-    """Return the messages of a conversation that is told in one text: "Human: … Assistant: …"."""
+    """Return the messages of a conversation that is one text: "Human: … Assistant: …"."""
     marks = list(_SPEAKER.finditer(text))
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
     return [{"role": mark[1], "content": text[mark.end() : end].strip()} for mark, end in zip(marks, ends, strict=True)]

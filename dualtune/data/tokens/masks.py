@@ -134,7 +134,7 @@ class _Chat:
         return [self._turn(i) for i in trained], [self.messages[i].weight for i in trained]
 
     def notices(self, loss_on: str) -> frozenset[str]:
-        """Return the kinds of what is said and not learned; call it after `targets`."""
+        """Return the kinds of text that the loss leaves out; call it after `targets`."""
         trained = {i: self._located.get(i) for i in self._trained(loss_on)}
         turns = {i: self.text[slice(*turn)] if turn else self.text for i, turn in trained.items()}
         question = max((i for i, message in enumerate(self.messages) if message.role == "user"), default=-1)

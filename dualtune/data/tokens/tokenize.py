@@ -157,7 +157,7 @@ def _finish(
 
 
 def _notices(rendered: Rendered, tokens: Tokens, tokenizer: Tokenizer, loss_on: str) -> frozenset[str]:
-    """Return the kinds of what is said about a text: a turn without an end, a text without a beginning."""
+    """Return the kinds of remarks on a text: a turn without an end, a text without a beginning."""
     notices, stop = rendered.notices, tokenizer.stop_text
     has_ends = stop and all(rendered.text.endswith(stop, 0, end) for _, end in rendered.ranges)
     has_ends = has_ends or _earlier_end(*tokens, tokenizer.stop_ids)

@@ -514,7 +514,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
     if quantization not in on.quantizations:
         allowed = ", ".join(("auto", *on.quantizations))
         raise ConfigError(f"model.quantization: got '{quantization}', the backend '{backend}' honours: {allowed}")
-    # A target that selects nothing is told now, not when the estimate asks for it.
+    # A target that selects nothing is an error now, not when the estimate asks for it.
     if not config.adapter.trains_model:
         alphas = (*config.adapter.alpha_pattern.items(),)
         checked_pattern(decoder, "alpha_pattern", alphas, ranks(decoder, config.adapter))

@@ -284,7 +284,7 @@ KNOWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def published(name: str) -> Mapping[str, Any] | None:
-    """Return what is known of the config.json of a published model, by its hub id; None: it is not in the tables.
+    """Return the facts of a published model's config.json, by its hub id; None: it is not in the tables.
 
     The second table, published.json, has the shapes alone (scripts/published_shapes.py). A copy below `unsloth/` under
     the same name has the same shape.

@@ -153,7 +153,7 @@ class Naming:
     own_router: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Return what is kept in dualtune.json: the fields that say something."""
+        """Return the entry of dualtune.json: the fields with values."""
         values = {name: value for name, value in asdict(self).items() if value and name != "experts"}
         return values if self.experts == ExpertNames() else values | {"experts": self.experts.as_json()}
 

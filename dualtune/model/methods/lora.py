@@ -100,7 +100,7 @@ def largest_singular(
 
 
 def _with_opposite(A_rI: np.ndarray, B_Or: np.ndarray) -> ByPart:
-    """Return [A; A] and [B, -B]: the start, and what is kept of it."""
+    """Return [A; A] and [B, -B]: the trained start, and its frozen negative."""
     import numpy as np
 
     A_rI, B_Or = A_rI.astype(np.float32), B_Or.astype(np.float32)

@@ -188,7 +188,7 @@ def data(run: RunFiles) -> dict[str, Any] | None:
 
 
 def _preferences(counts: Mapping[str, Any]) -> Pairs:
-    """Return what is known of answers that are compared, if there are any."""
+    """Return the facts of answers that are compared, if there are any."""
     rows: list[tuple[str, str]] = []
     if pairs := as_table(counts.get("pairs")):
         longer = f"{_count(pairs, 'chosen_longer')}, the rejected one in {_count(pairs, 'rejected_longer')}"

@@ -305,7 +305,7 @@ def ended_rows(
         for token in engine.generate(row.prompt, choose=row.choose, cache=cache):
             interrupt.poll()
             row.append(token)
-            if row.has_ended:  # what is asked for takes a forward pass
+            if row.has_ended:  # the scores take a forward pass
                 break
         if row.keep is not None:
             row.keep(cache)
@@ -470,7 +470,7 @@ def _try_bank(engine: Engine, bank: AdapterBank, texts: Sequence[np.ndarray]) ->
         decoding.leave([])
         alone.append(decoding.enter([text], adapters=[number]).rows()[0])
     _check_close(engine, decoded, alone)
-    # The longer texts end with a token after each text: what is said in its place follows from the text alone.
+    # The longer texts end with a token after each text: the scores in its place follow from the text alone.
     longer, top = [text for text, _ in decoded[len(texts) :]], min(TOP_K, len(alone[0]))
     scored = token_logprobs(engine, longer, top, bank=bank, adapters=numbers)
     for scores, alone_V in zip(scored, alone[: len(texts)], strict=True):

@@ -3,7 +3,7 @@
 An environment is a class of the user, one object for each conversation, in a process of its own (`isolated.py`):
 
     class Calculator:
-        def reset(self, row): ...  # returns what is asked: a text, messages, or None for the prompt of the row
+        def reset(self, row): ...  # returns the prompt: a text, messages, or None for that of the row
         def step(self, text): ...  # returns its reply (a text or messages), the reward of the answer, whether it ends
 
 A conversation is one document, of which the model's own tokens are targets. They stay as they were drawn; the
@@ -245,7 +245,7 @@ class Episodes:
         return None
 
     def _ask(self, episode: Episode, prompt: StepPrompt) -> dict[str, Any] | str:
-        """Return the reply to the last answer, or what is asked if there is none yet."""
+        """Return the reply to the last answer, or the prompt if there is none yet."""
         return self._environment.ask({
             "id": episode.id, "row": prompt.row, "texts": episode.texts,
             "seed": int(np.random.default_rng([self._drawing.sampling.seed, 7, *prompt.numbers]).integers(1 << 62)),

@@ -33,7 +33,7 @@ def apart(engine: Engine, team: Team) -> Generator[Engine]:
 
 @lru_cache(1)
 def _in_step(engine: Engine, team: Team) -> InStep:
-    """Return the same one for the same engine, because what is found out of an engine is remembered with it."""
+    """Return the same one for the same engine, because it remembers the results of trials."""
     with suppress(CannotBatch):
         engine.decoding()  # an engine may first try how it continues a text: all do that now
     return InStep(engine, partial(team.all_done, False))

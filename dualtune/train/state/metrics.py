@@ -214,7 +214,7 @@ class Metrics:
                 offset += len(data)
 
     def restore_file(self) -> str | None:
-        """Write the file again if it was deleted or replaced, and continue in it. Return what was found and done."""
+        """Write the file again if it was deleted or replaced, and continue in it. Return notes on that."""
         if (fault := fault_of(self._path, self._file)) is None:
             return None
         try:

@@ -1,4 +1,4 @@
-"""An export as data: what is asked for, the distance from what it stands for, and its loss on the held-out rows."""
+"""An export as data: the request, the distance from the model it stands for, and the loss on the held-out rows."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class Leaks:
 def find_leaks(
     held_out: Sequence[Example], training: Iterable[Example], show: Callable[[int], None] = lambda done: None
 ) -> Leaks:
-    """Compare each training row with the held-out rows. `show` is told how many training rows have been read."""
+    """Compare each training row with the held-out rows. `show` gets the number of training rows read."""
     index = _HeldOut(held_out)
     for done, example in enumerate(training, start=1):
         interrupt.poll()

@@ -78,7 +78,7 @@ def begun_answer(request: CompletionRequest, tokenizer: Tokenizer) -> BegunAnswe
 
 
 class AnswerText:
-    """The text of an answer: what of it is said, and the calls in it."""
+    """The text of an answer: what the client sees of it, and the calls in it."""
 
     def __init__(self, request: CompletionRequest, calls: TemplateCalls | None, begun: str) -> None:
         """`begun`: how the answer begins with a call."""

@@ -124,7 +124,7 @@ class RunningAnswer:
         return self._cut.found or self._text.is_complete or self._tokens.is_ended
 
     def finish(self) -> None:
-        """Pass on the rest: what was held back is said, or is a call. _NoCall if it ended too early for its call."""
+        """Pass on the rest: what was held back is text, or a call. _NoCall if it ended too early for its call."""
         is_cut = self._is_late or len(self.row.tokens) >= self.row.limit
         is_whole = self._has_text_ended or not is_cut
         rest = "" if self._has_text_ended else self._cut.feed(self._tokens.rest())

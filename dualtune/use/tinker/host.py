@@ -130,7 +130,7 @@ class TrainingHost:
         return self._open(replace(info, name=name, base=self.base, created=time.time(), steps=0), state)
 
     def run_info(self, name: str) -> ServedRun:
-        """Return what is known of a run in memory, or of one that `runs_dir` has."""
+        """Return the facts of a run in memory, or of one that `runs_dir` has."""
         own = self._runs.get(name)
         return read_run(self.runs_dir / check_name("run", name)) if own is None else replace(own.info, steps=own.steps)
 

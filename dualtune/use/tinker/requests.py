@@ -26,7 +26,7 @@ from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, Samp
 MAX_BODY = 1 << 26  # bytes, also of what a compressed body holds; the client sends 5 MB, or one datum that is longer
 MAX_TEXT, MAX_RANK, MAX_SAMPLES, MAX_TOP, MAX_STOPS = 1000, 512, 256, 128, 64
 MAX_DATA = 4096
-# What is said of keys that are not served, where there is something to do instead.
+# The hints for keys that are not served, if there is something to do instead.
 HINTS = {
     "record_stability_info": "the loss stable_reinforce has no public formula, so nothing is recorded for it. Take "
     "importance_sampling, ppo, cispo or gspo",

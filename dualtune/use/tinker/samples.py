@@ -1,4 +1,4 @@
-"""Requests to sample, continued together: their rows in one batch, and what is said of their prompts.
+"""Requests to sample, continued together: their rows in one batch, and the scores of their prompts.
 
 A list of stops replaces what ends a turn: an empty one stops at nothing but max_tokens.
 """
