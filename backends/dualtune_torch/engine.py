@@ -595,7 +595,7 @@ class TorchEngine:
 
 
 def _largest_kept(model: PreTrainedModel, request: LoadRequest, description: Mapping[str, Any]) -> int:
-    """Return up to which size freed blocks are kept, for speed; 0 where memory is short: a split or streamed base."""
+    """Return the size up to which freed blocks are kept, for speed; 0 if memory is short: a split or streamed base."""
     if is_split(model) or request.resident_layers is not None:
         return 0
     is_packed = description["quantization"] != "none" and description["num_parameters"] >= allocator.LARGE

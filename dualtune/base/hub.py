@@ -71,7 +71,7 @@ def _check(response: Any) -> None:
         if value and not _SAFE.fullmatch(value):
             raise FormatError(
                 f"{response.request.url.host}: sent the header {name} {value[:100]!r}, which leads out of the cache. "
-                "Nothing of this answer is kept. This is not a hub, or somebody answers in its place: check HF_ENDPOINT"
+                "The answer is discarded. This is not a hub, or somebody answers in its place: check HF_ENDPOINT"
             )
 
 

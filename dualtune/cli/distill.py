@@ -44,7 +44,7 @@ def record_command(
 
     The teacher reads the student's tokens, so both need the same tokenizer. The file may be recorded on another machine
     than the one that trains: it is found again by the documents' contents. If the recording is stopped, the same
-    command goes on: what it has is in OUT.partial.
+    command continues it: what it has is in OUT.partial.
     """
     with phases(err=as_json) as shown:
         shown.begin("reading", "the config")

@@ -119,7 +119,7 @@ class Phases:
 
     @contextlib.contextmanager
     def inside(self, doing: str, what: str = "") -> Generator[None]:
-        """A phase inside the present one, which goes on after it; its seconds do not count in that one."""
+        """A phase inside the present one, which continues after it; its seconds do not count there."""
         before, began = self.now, time.monotonic()
         self.begin(doing, what)
         yield

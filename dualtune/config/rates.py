@@ -42,7 +42,7 @@ class UsualRate:
 
 
 def usual_rate(config: Config) -> UsualRate | None:
-    """Return the peak learning rate to begin with. None for an optimizer or an objective of which nothing is known."""
+    """Return the peak learning rate to begin with. None for an unknown optimizer or objective."""
     train, adapter = config.train, config.adapter
     if train.optimizer not in OPTIMIZERS or train.objective not in OBJECTIVES:
         return None

@@ -133,7 +133,7 @@ def preference_warnings(pairs: PairNumbers | None, labels: LabelNumbers | None) 
 
 
 class PreferenceCounts:
-    """What is counted of preferences while their rows go by. Of each row 24 bytes stay in memory."""
+    """Counts over preferences while their rows go by. 24 bytes of each row stay in memory."""
 
     def __init__(self, max_length: int | None = None, weights: tuple[float, float] = (1.0, 1.0)) -> None:
         """With `max_length`, lengths are those of tokenized rows. `weights`: of desirable and undesirable answers."""

@@ -1,6 +1,6 @@
 """Which rows of a stream repeat another one, exactly or nearly. Decision 0046 has the reasons.
 
-Rows are added one by one. Of each, 16 bytes of a digest stay in memory and, to find near duplicates, 268 bytes of a
+Rows are added one by one. 16 bytes of a digest of each stay in memory and, to find near duplicates, 268 bytes of a
 sketch, up to 450 more while rows are compared, and the place of its text, which waits in a temporary file. Rows whose
 sketches share a band are candidates; those that the sketches put far apart are skipped, and the others are compared
 exactly, so that a row that is left out really is as similar as reported. Rows of one template are all
@@ -188,7 +188,7 @@ class Repeats:
     def find(self, keep: Keep = "first", protected: int = 0) -> dict[int, Repeat]:
         """Return the rows to leave out. No row is added after that.
 
-        Of rows that repeat each other the first is kept, or the longest. The first `protected` rows are always kept.
+        The first of rows that repeat each other is kept, or the longest. The first `protected` rows are always kept.
         """
         equal = first_equal(np.frombuffer(self._digests, "V16"))
         again = [row for row in np.flatnonzero(equal != np.arange(len(equal))).tolist() if row >= protected]

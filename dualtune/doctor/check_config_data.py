@@ -35,7 +35,7 @@ from dualtune.train.memory import largest_micro_batch, with_real_lengths
 FIRST_ROWS = 100  # rows to read, and to tokenize if the tokenizer is here; dualtune check-data takes all
 KEYS: dict[Role, str] = {"train": "train", "valid": "eval"}  # role -> the key of the config's section `data`
 CHEAP_BYTES = 16 << 20  # files up to this size are read completely to count their rows
-LONGEST_ROWS = 20  # by characters, of which the one with the most tokens is looked for
+LONGEST_ROWS = 20  # by characters: the one with the most tokens is among them
 FEW_STEPS = 50  # fewer steps train little
 SEEN_STEPS = 100  # of which one of usual size is chosen
 

@@ -163,7 +163,7 @@ TRANSLATIONS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "phixtral": lambda config: {"num_vocab": config.get("num_vocab") or config["vocab_size"]},
     "qwen3_vl_moe_text": lambda config: {"norm_topk_prob": True},
     "solar_open": lambda config: {
-        "intermediate_size": config["moe_intermediate_size"],  # of dense layers, of which it has none
+        "intermediate_size": config["moe_intermediate_size"],  # of dense layers: it has none
         "first_k_dense_replace": 0,
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
     },

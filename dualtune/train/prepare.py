@@ -120,7 +120,7 @@ class Prepared:
     data: TrainingData
     spec: AdapterSpec
     start: Adapter | None  # the adapter that training starts from
-    start_state: Checkpoint | None  # whose optimizer a new run goes on with; None: a new one
+    start_state: Checkpoint | None  # whose optimizer a new run continues with; None: a new one
     make_policy: MakePolicy  # what decides each step; it is made where the run is executed
     objective: Objective | None  # of preference training; None: no answers are compared
     distillation: Distillation | None  # None: there is no teacher
@@ -388,7 +388,7 @@ def start_of(config: Config) -> Adapter | None:
 
 
 def state_of_start(config: Config, start: Adapter | None) -> Checkpoint | None:
-    """Return the checkpoint whose optimizer a new run goes on with: the one that has the weights of its start.
+    """Return the checkpoint whose optimizer a new run continues with: the one that has the weights of its start.
 
     ConfigError if there is none, or if its optimizer is another one.
     """

@@ -444,7 +444,7 @@ def _watchers(
 ) -> tuple[Watchers, list[str]]:
     """Return what calls the hooks: timeline of memory, display, those of the caller, the installed ones; and problems.
 
-    Of several processes, only the first one writes the timeline, is shown, and loads the installed hooks.
+    Only the first of several processes writes the timeline, is shown, and loads the installed hooks.
     """
     if not prepared.team.is_first:
         return Watchers(hooks), []

@@ -213,7 +213,7 @@ class GrowingLayer(DynamicLayer):
             self._show(len(self.tensors[0]), self._start, self._end + tokens_to_remove)
 
     def copy(self, rows: Tensor) -> None:
-        """Hold these rows instead, of which one may stand several times."""
+        """Hold these rows instead; one may occur several times."""
         self._hold([tensor.index_select(0, rows) for tensor in self.tensors], self._end - self._start)
 
     def keep(self, staying: Tensor, sources: Tensor, places: Tensor, width: int) -> None:
@@ -230,7 +230,7 @@ class GrowingLayer(DynamicLayer):
         self._show(len(staying), self._end - width, self._end)
 
     def _hold(self, rooms: Sequence[Tensor], width: int) -> None:
-        """Hold these instead, of which all rows and so many columns are used."""
+        """Hold these tensors instead; all rows and so many columns of them are used."""
         self._rooms = rooms
         self._show(len(rooms[0]), 0, width)
 

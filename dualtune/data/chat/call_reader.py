@@ -40,7 +40,7 @@ _BLANK = re.compile(r"\s*")
 
 
 class CallReader:
-    """Reads the calls of one answer, in any of some notations, of which the first ones go first."""
+    """Reads the calls of one answer, in any of some notations; earlier ones take precedence."""
 
     def __init__(self, notations: Sequence[CallNotation], tools: Tools) -> None:
         self._notations, self._tools = notations, tools

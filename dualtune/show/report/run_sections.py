@@ -269,7 +269,7 @@ def reproduce(run: RunFiles) -> dict[str, Any]:
 
 
 def next_commands(run: RunFiles) -> list[tuple[str, str]]:
-    """Return commands that go on from here, each with what it does."""
+    """Return the next commands to run, each with what it does."""
     config, model = str(run.path / "config.yaml"), str(run.setting("model", "name") or "MODEL")
     at = ("train", config, "--set", f"run.dir={run.path}")
     if run.result is None:

@@ -64,7 +64,7 @@ def newest_checkpoint(run_dir: Path, last: int | None = None) -> tuple[int, floa
 # ----------------------------------------------------------------------------------------------------------------------
 BETWEEN_STEPS = (EVALUATION, SAMPLES, SAVE)
 MAX_POINTS = 256  # of the curve, at most twice as many
-MAX_EVALS, MAX_SAMPLES = 10_000, 8  # that are kept: the newest ones; a config has at most eight prompts
+MAX_EVALS, MAX_SAMPLES = 10_000, 8  # the newest ones that are kept; a config has at most eight prompts
 TIMED_STEPS = 64  # the last ones, whose mean gives the time left: a stall is forgotten
 
 

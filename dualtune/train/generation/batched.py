@@ -399,7 +399,7 @@ class RowBatch:
 
 
 def _staying(active: Sequence[PromptedRow]) -> list[int]:
-    """Return the indices of the rows that go on. The last ones take the places of those that ended: few are moved."""
+    """Return the indices of the rows that continue. The last ones take the places of those that ended."""
     count = sum(not row.has_ended for row in active)
     last = [i for i in range(count, len(active)) if not active[i].has_ended]
     return [last.pop() if active[i].has_ended else i for i in range(count)]
@@ -423,7 +423,7 @@ def _next_tokens(
 
 
 def _enter(decoding: Decoding, rows: Sequence[PromptedRow]) -> NextLogits:
-    """Enter rows, of which those with the same text and adapter are computed once."""
+    """Enter rows; those with the same text and adapter are computed once."""
     number_of, text_of, are_cached = dict[tuple[int, bytes], int](), list[int](), rows[0].begins_cached
     texts, adapters, caches = list[np.ndarray](), list[int](), list[GenerationCache | None]()
     for row in rows:

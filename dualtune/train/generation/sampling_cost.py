@@ -17,7 +17,7 @@ from dualtune.train.generation.batched import MOST_ROWS, MOST_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class SamplingCost:
-    """Of one step. The gradient is computed afterwards, so the cache stands in the place of its activations."""
+    """The cost of sampling in one step. The gradient is computed afterwards, in the memory of the cache."""
 
     answers: int
     at_once: int

@@ -48,7 +48,7 @@ def record(
     """Write a teacher's soft targets of all documents to a new file. `base`: the hash of its base's weights.
 
     Each document is alone in its row, so the numbers do not depend on the others. A document that occurs twice is
-    recorded once. If the process is killed, the next one with the same arguments goes on, to the same bytes. Raises
+    recorded once. If the process is killed, the next one with the same arguments continues, to the same bytes. Raises
     DiskError, and ConfigError for an unfinished recording of something else.
     """
     done, total = 0, sum(map(len, parts))

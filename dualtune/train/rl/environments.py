@@ -6,7 +6,7 @@ An environment is a class of the user, one object for each conversation, in a pr
         def reset(self, row): ...  # returns the prompt: a text, messages, or None for that of the row
         def step(self, text): ...  # returns its reply (a text or messages), the reward of the answer, whether it ends
 
-A conversation is one document, of which the model's own tokens are targets. They stay as they were drawn; the
+A conversation is one document, and the model's own tokens are its targets. They stay as they were drawn; the
 chat template writes the environment's replies between them.
 """
 
@@ -101,7 +101,7 @@ class Episode:
 
     @property
     def dialogue(self) -> Dialogue:
-        """The last one, which goes on."""
+        """The last one, which the next answer continues."""
         return self.dialogues[-1]
 
     @property
@@ -268,7 +268,7 @@ def _messages(turns: Sequence[Mapping[str, str]]) -> list[Message]:
 
 
 class Objects:
-    """The objects of the conversations that go on. One that was lost with its process is made again, and led there."""
+    """The objects of open conversations. One that was lost with its process is made again, and led there."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make

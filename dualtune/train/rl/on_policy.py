@@ -64,13 +64,13 @@ class TaughtSamples:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the step."""
+        """The metrics of the step."""
         gap = sum(self._gaps.values()) / sum(len(each.tokens) for each in self.drawn)
         return {**_of_samples(self.drawn), GAP: gap}
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Of rollouts.jsonl: a sample is the better the nearer it is to the teacher, and compared with no other."""
+        """The rows of rollouts.jsonl: the nearer a sample is to the teacher, the better."""
         return [
             {
                 **prompt, "sample": each.number, "completion": each.text,
@@ -109,7 +109,7 @@ class OnPolicy:
         """Nothing of it outlives a run."""
 
     def draw(self, engine: Engine, data: Documents, ids: Sequence[int], step: int, team: Team) -> TaughtSamples:
-        """Draw the samples of a step. `ids`: its prompts, by their documents, of which each process has a share."""
+        """Draw the samples of a step. `ids`: its prompts, by their documents; each process has a share of them."""
         return self._drawn(engine, data, self._teaching.train, ids, step, step + 1, team)
 
     def _drawn(

@@ -231,7 +231,7 @@ def as_recorded(saved: Checkpoint, config: Config) -> Config:
     """Return the config with the recorded value for `auto`.
 
     `auto` depends on the data and the epochs, but a run that is continued for more epochs keeps its steps. A run of an
-    older dualtune evaluated on a valid file in spite of `data.eval: 0.1`, and goes on to.
+    older dualtune evaluated on a valid file in spite of `data.eval: 0.1`, and still does when it is resumed.
     """
     recorded = saved.state["config"].get("train", {}).get("tokens_per_step")
     eval_before = saved.state["config"].get("data", {}).get("eval")

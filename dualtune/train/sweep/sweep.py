@@ -198,7 +198,7 @@ class Attempts:
 
 
 class Rung(NamedTuple):
-    """A step at which the runs are compared, and how many go on."""
+    """A step at which the runs are compared, and how many continue."""
 
     step: int
     num_runs: int

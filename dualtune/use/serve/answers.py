@@ -188,7 +188,7 @@ class Answers:
         return job
 
     def answer_next(self) -> None:
-        """Begin what waits and has room, and go on with the answers by a token, or return after a moment without any.
+        """Begin the requests that have room, and extend the answers by a token, or return after a moment without any.
 
         Only the engine's thread calls this.
         """

@@ -58,7 +58,7 @@ class ServedRows:
         self, adapters: AdapterSet, groups: Sequence[BatchGroup], bounds: Bounds, is_shortage: Judge, is_over: Judge,
         tell: Callable[[str], object],
     ) -> None:  # fmt: skip
-        """`is_shortage`: whether an error is one of memory; `is_over`: whether nothing can go on after it."""
+        """`is_shortage`: whether an error is one of memory; `is_over`: whether nothing can be computed after it."""
         self._adapters, self._engine, self._bounds, self._tell = adapters, adapters.engine, bounds, tell
         self._is_shortage, self._is_over = is_shortage, is_over
         self._groups = {name: group for group in groups for name in group.names}
@@ -85,7 +85,7 @@ class ServedRows:
     def add(self, name: str, row: PromptedRow) -> None:
         """Add a row of a model for which there is room: to the batch of all rows, or behind them if they can be none.
 
-        Raises only an error after which nothing can go on.
+        Raises only an error after which nothing can be computed.
         """
         if self.is_empty and self._groups[name] is not self._group:
             self._group, self._batch = self._groups[name], None

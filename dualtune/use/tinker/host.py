@@ -261,7 +261,7 @@ class TrainingHost:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_state(self, run: str, name: str, *, overwrite: bool = False) -> CheckpointInfo:
-        """Save what a run needs to go on. The gradient of the next update is not part of it."""
+        """Save what a run needs to continue. The gradient of the next update is not part of it."""
         own = self._run(run)
         engine = self._seat.train(own.state)
         spec = own.state.weights.spec
@@ -312,7 +312,7 @@ class TrainingHost:
         return path
 
     def _keep(self, path: str, weights: Weights) -> None:
-        """Keep a sampler in memory. Of those that are on disk too, the one that was not asked for longest leaves."""
+        """Keep a sampler in memory. The least recently used of those that are on disk too leaves."""
         self._samplers.pop(path, None)
         self._samplers[path] = weights
         on_disk = [each for each in self._samplers if not each.startswith(UNNAMED)]

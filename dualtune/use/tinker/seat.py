@@ -1,8 +1,8 @@
 """One base model for many runs: an engine that computes for one run at a time, and the states of the others.
 
-What a run has — adapter, optimizer, gradient — is in the engine while it is seated there, and else in host memory, in
-NumPy. A run that is seated again goes on bitwise. Runs with another rank or other modules need another engine over the
-same base, which is then made anew; the base is loaded once.
+What a run has — adapter, optimizer, gradient — is in the engine while it is seated there, else in host memory, in
+NumPy. A run that is seated again continues bitwise. Runs with another rank or other modules need another engine over
+the same base, which is then made anew; the base is loaded once.
 """
 
 from __future__ import annotations
