@@ -92,7 +92,7 @@ class EvalRun:
             return {"adapter": _text(self._adapter), "harness": self._harness(model)}
         # Answers that cannot be scored are found now: the loss over all rows takes minutes.
         everything, examples = self._held_out(sources, model)
-        documents = everything.wanted()
+        documents = everything.desirable()
         self._check_expected(model, examples)
         with self._phase("evaluating", "evaluated", "loss"):
             result = evaluate(model.engine, documents, self._recovery(model, documents), show=self._shown.update)

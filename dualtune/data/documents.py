@@ -354,12 +354,12 @@ class Documents:
             raise ConfigError(f"data: {kinds[2]} has answers to compare, {kinds[1]} has not; train on one kind of rows")
         return next(iter(kinds), 1)
 
-    def wanted(self) -> Documents:
+    def desirable(self) -> Documents:
         """Return the documents of the answers that are to be learned: the chosen ones, or those labelled desirable."""
-        documents, is_wanted = copy.copy(self), np.arange(len(self)) % self.answers == 0
-        is_wanted &= self.labels >= 0
+        documents, is_desirable = copy.copy(self), np.arange(len(self)) % self.answers == 0
+        is_desirable &= self.labels >= 0
         for name in ("sources", "_indices", "lengths", "targets", "labels"):
-            setattr(documents, name, getattr(self, name)[is_wanted])
+            setattr(documents, name, getattr(self, name)[is_desirable])
         documents.answers, documents.beginnings = 1, None
         return documents
 

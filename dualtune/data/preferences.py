@@ -93,14 +93,14 @@ def label_numbers(desirable: int, undesirable: int, weights: tuple[float, float]
 def describe_pairs(numbers: PairNumbers) -> list[tuple[str, str]]:
     """Return rows of (label, value)."""
 
-    def told(spread: Spread, longer: int) -> str:
+    def spread_text(spread: Spread, longer: int) -> str:
         text = f"{spread.min} to {spread.max} {numbers.unit}, median {spread.median:g}, mean {spread.mean:.1f}"
         text += f"; longer in {longer / numbers.pairs:.0%} of the pairs"
         return f"{text}; {spread.cut} cut at max_length" if spread.cut else text
 
     return [
-        ("chosen", told(numbers.chosen, numbers.chosen_longer)),
-        ("rejected", told(numbers.rejected, numbers.rejected_longer)),
+        ("chosen", spread_text(numbers.chosen, numbers.chosen_longer)),
+        ("rejected", spread_text(numbers.rejected, numbers.rejected_longer)),
     ]
 
 
@@ -226,10 +226,10 @@ def difference(pair: Example) -> Difference:
     shared = num_shared(chosen, rejected)
     texts = [text_of_message(messages[shared]) for messages in (chosen, rejected)]
     character = len(common_prefix(*texts)) + 1
-    return Difference(pair.where, shared + 1, character, _told(chosen[shared:]), _told(rejected[shared:]))
+    return Difference(pair.where, shared + 1, character, _text_of(chosen[shared:]), _text_of(rejected[shared:]))
 
 
-def _told(messages: Iterable[Message]) -> str:
+def _text_of(messages: Iterable[Message]) -> str:
     return "\n".join(f"{message.role}: {text_of_message(message)}" for message in messages)
 
 

@@ -201,7 +201,7 @@ class Repeats:
 
     def _near_ones(self, again: set[int], keep: Keep, protected: int) -> dict[int, Repeat]:
         """Return the near duplicates among the rows that are not exact duplicates."""
-        index = _Kept(self._sketch_of_rows, self._per_band, round((cast(float, self._near) - SLACK) * HASHES))
+        index = _SketchIndex(self._sketch_of_rows, self._per_band, round((cast(float, self._near) - SLACK) * HASHES))
         rows: list[int] = [row for row in index.rows.tolist() if row not in again]
         if keep == "longest":
             lengths = np.diff(np.frombuffer(self._ends, np.int64), prepend=0)
@@ -287,7 +287,7 @@ def first_equal(digests: np.ndarray) -> np.ndarray:
     return first[inverse]
 
 
-class _Kept:
+class _SketchIndex:
     """The rows that are kept so far, by the buckets of their sketches: rows with the same hashes in a band share one.
 
     In arrays, because lists of Python take ten times as much: of each bucket the newest row, and of each row the one

@@ -72,7 +72,7 @@ class CallReader:
                 if following or not self._has_passed_tails(self._open, is_end=is_end):
                     return
             start, is_mark = self._next_mark(is_end=is_end)
-            if text := self._said(start, is_rest=is_end and not is_mark):
+            if text := self._text_until(start, is_rest=is_end and not is_mark):
                 yield text
             if not is_mark:
                 return
@@ -124,7 +124,7 @@ class CallReader:
         parts = (n for mark in self._marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
         return len(self._text) - (0 if is_end else max(parts, default=0)), False
 
-    def _said(self, end: int, *, is_rest: bool) -> str:
+    def _text_until(self, end: int, *, is_rest: bool) -> str:
         """Return the text up to a place, and pass it on. White space waits for what follows it."""
         text = self._text[self._at : end]
         if self._is_behind_call:

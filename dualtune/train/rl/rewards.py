@@ -316,11 +316,11 @@ class Rewards:
         """Raise ConfigError if a function needs what is neither one of `columns` nor anything else that it gets."""
         for name, score in zip(self.names, self._score, strict=True):
             needed = score.about["required"] if isinstance(score, IsolatedReward) else ()
-            if lacking := [each for each in needed if each not in columns]:
+            if missing := [each for each in needed if each not in columns]:
                 lists = isinstance(score, IsolatedReward) and score.about["takes_lists"]
                 own = "completions, prompts" if lists else "completion, prompt"
                 raise ConfigError(
-                    f"{KEY}: {name} needs {', '.join(lacking)}, which no row has; allowed: {own}, expected, and the "
+                    f"{KEY}: {name} needs {', '.join(missing)}, which no row has; allowed: {own}, expected, and the "
                     f"columns of the data: {', '.join(columns)}. Rename the parameter, or give it a default"
                 )
 

@@ -158,7 +158,7 @@ class HeldOut:
             raise ConfigError(f"there is no run with a {CONFIG} around the adapter")
         config = load_config(run / CONFIG)
         tokenizer, _ = load_tokenizer(model, adapter, directory, "auto", config.data.special_tokens_in_text)
-        self._documents, self._layout = Data(config).held_out_only(tokenizer).wanted(), layout_of(config)
+        self._documents, self._layout = Data(config).held_out_only(tokenizer).desirable(), layout_of(config)
         if not len(self._documents):
             raise DataError("the run held out no rows with an answer that is wanted")
 
