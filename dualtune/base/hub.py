@@ -98,7 +98,7 @@ def why_download_failed(error: BaseException) -> str:
     if kinds & {"JSONDecodeError", "DecodingError", "KeyError", "TypeError"}:
         return f"the answer is not that of a hub ({last}): is there a login page of the network, or a proxy?"
     if kinds & {"TransportError", "TimeoutError", "ConnectionError", "XetDownloadError"}:
-        return f"the connection broke ({last}): the same command goes on; the files that have arrived are kept"
+        return f"the connection broke ({last}): run the command again; the files that have arrived are kept"
     return last
 
 

@@ -39,7 +39,7 @@ def command(run: Path, every: float, once: bool, wait: bool, serve: bool, port: 
     The command ends with the run; its exit code is 0 however the run ended.
     """
     if once and (wait or serve):
-        raise click.UsageError("Give --once alone: --wait and --serve go on.")
+        raise click.UsageError("Give --once alone: --wait and --serve keep watching.")
     from dualtune.show.view.follow import WatchedRun
 
     with phases() as shown:

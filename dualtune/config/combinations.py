@@ -289,7 +289,7 @@ def _impossible_distillation(config: Config) -> Iterator[tuple[KeyPath, KeyPath,
         yield from _impossible_teacher(config)
         return
     for key, value in _changed(distill, "teacher_", "served_as", "hint", "top_k"):
-        rule = "but distill.distributions has what the teacher said; remove it, or set distill.teacher instead"
+        rule = "but distill.distributions has a teacher's answers already; remove it, or set distill.teacher instead"
         yield ("distill", key), ("distill", "distributions"), f"got {value}, {rule}"
 
 
@@ -311,7 +311,7 @@ def _impossible_teacher(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]
         rule = f"but a teacher that is {distill.teacher} has none of its own; remove it"
         yield ("distill", key), at, f"got {value}, {rule}"
     if kind == SELF_TEACHER and not distill.has_context:
-        yield at, at, "got self, but it says what the student says; set distill.hint or distill.teacher_system too"
+        yield at, at, "got self, which answers as the student does; set distill.hint or distill.teacher_system too"
     is_start = not (distill.has_context or distill.teacher_adapter or config.adapter.init_from)
     if kind == BASE_TEACHER and is_start:
         rule = "but that is what the run starts as; set distill.teacher_system, distill.hint or distill.teacher_adapter"

@@ -128,7 +128,7 @@ def write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
 
 def _goes_on_with(start: Checkpoint, settings: Mapping[str, float | None]) -> str:
     """Return the note on an optimizer that another run began, with the constants that have changed."""
-    text = f"goes on with the optimizer of {start.path}, after {start.optimizer.step} updates"
+    text = f"continues with the optimizer of {start.path}, after {start.optimizer.step} updates"
     before: Mapping[str, float | None] = start.state.get("updates", {})
     changes = [
         f"{name} {json.dumps(value)} instead of {json.dumps(before[name])}"

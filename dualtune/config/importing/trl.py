@@ -171,7 +171,7 @@ def _preference(file: ForeignFile) -> Settings:
         if name in file and file.get(name) != neutral:
             file.lose(name, reason)
     if not file.flag("sync_ref_model"):
-        file.skip_all(_REFERENCE, "what the reference says of the answers is computed once, before training")
+        file.skip_all(_REFERENCE, "the reference's log-probabilities of the answers are computed once, before training")
     if file.get("disable_dropout") is not False:
         settings |= preferences.without_dropout(file, "lora_dropout")
     return settings

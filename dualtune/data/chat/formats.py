@@ -441,7 +441,7 @@ def _num_both_begin_with(chosen: tuple[Message, ...], rejected: tuple[Message, .
         raise RowError(EQUAL_PAIR)
     if shared in (len(chosen), len(rejected)):
         short, long = ANSWERS if shared == len(chosen) else ANSWERS[::-1]
-        raise RowError(f"{long}: goes on after the whole of '{short}', so there is nothing to compare it with")
+        raise RowError(f"{long}: continues after the whole of '{short}', so there is nothing to compare it with")
     roles = {message.role for message in chosen[:shared]}
     if "user" not in roles and "user" in (chosen[shared].role, rejected[shared].role):
         raise RowError("'chosen' and 'rejected' must answer the same question: they begin with different ones")

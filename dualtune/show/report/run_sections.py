@@ -278,7 +278,7 @@ def next_commands(run: RunFiles) -> list[tuple[str, str]]:
     more = ("continue for as many steps again", _command(*at, "--set", f"train.steps={2 * step}"))
     if served_run(run.path):  # it has no data
         start = ("--set", f"adapter.init_from={run.path}/weights/NAME", "--set", "adapter.init_optimizer=true")
-        more = ("go on from a state of it, with data of yours", _command("train", "config.yaml", *start))
+        more = ("continue from one of its states, with data of yours", _command("train", "config.yaml", *start))
     answers = _command("eval", *at[1:], "--compare", "--exact-match", "--predictions", str(run.path / PREDICTIONS))
     held_out = run.curves.history.eval_loss is not None
     judge = [("put its answers on this page", f"{answers} && {_command('report', str(run.path))}")] if held_out else []

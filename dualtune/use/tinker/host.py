@@ -329,7 +329,7 @@ class TrainingHost:
         if optimizer and (name, slots) != (OPTIMIZER.name, OPTIMIZER.slots):
             raise ConfigError(
                 f"path: {source} has the state of {name} ({', '.join(slots) or 'none'}), and served is AdamW "
-                f"({', '.join(OPTIMIZER.slots)}). Load it without its optimizer, or go on with `dualtune train`"
+                f"({', '.join(OPTIMIZER.slots)}). Load it without its optimizer, or continue with `dualtune train`"
             )
         return info, saved
 
