@@ -20,7 +20,7 @@ from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.config.data_section import SourceConfig
-    from dualtune.data.chat.formats import Example
+    from dualtune.data.chat.examples import Example
     from dualtune.data.preferences import PreferenceCounts
     from dualtune.data.sources.readers import Role
     from dualtune.data.sources.rows import BadRow
@@ -202,7 +202,7 @@ class Findings:
 
 def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str, Any]:
     """Check all rows. An error that ends them early is reported with them."""
-    from dualtune.data.chat.formats import Example
+    from dualtune.data.chat.examples import Example
     from dualtune.data.sources.rows import BadRow, Tie
     from dualtune.data.tokens.masks import check_lost_text
     from dualtune.data.tokens.tokenize import TokenizedRow

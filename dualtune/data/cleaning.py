@@ -23,7 +23,8 @@ from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DataError
 from dualtune.base.files import new_directory
 from dualtune.base.versions import import_extra
-from dualtune.data.chat.formats import Example, to_examples
+from dualtune.data.chat.examples import Example
+from dualtune.data.chat.formats import to_examples
 from dualtune.data.documents import OpenedSource
 from dualtune.data.similarity import Keep, Repeat, Repeats
 from dualtune.data.sources.rows import BadRow, RawRow

@@ -19,7 +19,8 @@ from dualtune.base.errors import ConfigError, DataError, DiskError
 from dualtune.config import Config
 from dualtune.config.data_section import Consecutive, DataConfig, SourceConfig
 from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
-from dualtune.data.chat.formats import Example, detect_format, to_examples
+from dualtune.data.chat.examples import Example
+from dualtune.data.chat.formats import detect_format, to_examples
 from dualtune.data.chat.row_values import UNREAD, UNREAD_LABEL, Columns
 from dualtune.data.similarity import NEAR, Repeat, Repeats
 from dualtune.data.sources.readers import FileSource, HubSource, Role, has_role, open_source

@@ -13,7 +13,7 @@ import numpy as np
 
 from dualtune.data.chat.call_notations import common_prefix
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import EQUAL_PAIR, EQUAL_TEXTS, Example, answers, num_shared
+from dualtune.data.chat.examples import EQUAL_PAIR, EQUAL_TEXTS, Example, answers, num_shared
 from dualtune.data.similarity import text_of_message
 from dualtune.data.sources.rows import BadRow, Tie
 from dualtune.data.tokens.tokenize import TokenizedRow

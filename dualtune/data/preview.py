@@ -13,7 +13,7 @@ import numpy as np
 from dualtune.base.redaction import redact
 from dualtune.config import Config
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import Example, answers
+from dualtune.data.chat.examples import Example, answers
 from dualtune.data.documents import Data, Documents, OpenedSource
 from dualtune.data.order import Order
 from dualtune.data.sources.rows import RowError

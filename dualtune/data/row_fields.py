@@ -10,7 +10,8 @@ from typing import IO, Any, NamedTuple
 
 from dualtune.base import interrupt
 from dualtune.base.errors import DiskError
-from dualtune.data.chat.formats import Example, to_examples
+from dualtune.data.chat.examples import Example
+from dualtune.data.chat.formats import to_examples
 from dualtune.data.documents import OpenedSource
 from dualtune.data.sources.rows import RawRow
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from dualtune.base import interrupt
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import Example, answers, num_shared
+from dualtune.data.chat.examples import Example, answers, num_shared
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The text of a row as a set of shingles, how similar two sets are, and sketches that find candidates among many.

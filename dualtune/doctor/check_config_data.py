@@ -18,7 +18,7 @@ from dualtune.base.files import expanded
 from dualtune.config import Config
 from dualtune.config.data_section import SourceConfig
 from dualtune.data.batches import RowSizes, plan, step_documents
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.documents import OpenedSource, eval_sources, held_out, open_one, takes_apart
 from dualtune.data.order import MOST_TOKENS, Order
 from dualtune.data.sources.readers import Role, is_hub_name, kind_of

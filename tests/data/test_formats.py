@@ -10,7 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dualtune.base.errors import DataError
-from dualtune.data.chat.formats import FORMATS, LABELS, Example, Message, answers, num_shared, to_examples
+from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.examples import Example, answers, num_shared
+from dualtune.data.chat.formats import FORMATS, LABELS, to_examples
 from dualtune.data.sources.rows import BadRow, RawRow
 
 CHAT = (Message("system", "Be brief."), Message("user", "2+2?"), Message("assistant", "4."))

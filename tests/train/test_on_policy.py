@@ -10,7 +10,7 @@ import pytest
 from dualtune.base.errors import ConfigError, DataError, Paused
 from dualtune.config import parse_config
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.engine.testing.conformance import random_adapter
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
 from dualtune.train.objectives.distillation import generalized_jsd, sampled_reverse_kl

@@ -26,7 +26,7 @@ from typing import Any, cast
 from dualtune.base.errors import DataError
 from dualtune.data.chat.call_notations import common_prefix
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.chat.row_values import FOLDED, KEYS_OF_REASONING, sentence
 from dualtune.data.chat.template import TEMPLATES_WITH_TOOLS
 from dualtune.data.sources.rows import RowError

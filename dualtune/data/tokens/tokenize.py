@@ -16,7 +16,7 @@ from itertools import islice, pairwise, product
 import numpy as np
 
 from dualtune.base import interrupt
-from dualtune.data.chat.formats import EQUAL_TEXTS, Example, answers, judged
+from dualtune.data.chat.examples import EQUAL_TEXTS, Example, answers, judged
 from dualtune.data.chat.row_values import NO_BOS
 from dualtune.data.sources.rows import BadRow, RowError
 from dualtune.data.tokens.masks import NO_END, Rendered, render_example

@@ -24,7 +24,7 @@ from dualtune.config.schema import DistillConfig
 from dualtune.config.values import ON_POLICY, SELF_TEACHER
 from dualtune.data.batches import SequenceLayout, make_batch, micro_batches, share, sizes_of
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.documents import Data, Documents, in_memory, tokenize
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ import numpy as np
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DataError, EnvironmentFault
 from dualtune.config import Config
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.documents import Data, tokenize
 from dualtune.data.similarity import NEAR, jaccard, shingles, sketch, text_of
 from dualtune.engine.backend import Backend
