@@ -313,6 +313,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_text(path: Path) -> str:
+    """Return the text of a config file. ConfigError if it is missing, too large, or not UTF-8."""
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_BYTES + 1)

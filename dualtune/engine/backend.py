@@ -185,6 +185,8 @@ class MemoryStats:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
+    """A device as the framework sees it."""
+
     name: str
     kind: str  # "cuda", "metal" or "cpu"
     total_bytes: int
@@ -475,6 +477,8 @@ class Engine(Protocol):
 
 
 class Backend(Protocol):
+    """A framework on one device: what it can do, what its device has, and the engines that it loads."""
+
     name: str
 
     def capabilities(self) -> Mapping[str, frozenset[Any]]:

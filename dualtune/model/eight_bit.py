@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 BLOCK = 256  # values that share a top
-TOP_BYTES = 2
 MANTISSA_BITS = 23  # of a float32
 SMALLEST_EXPONENT = 64  # biased. Below 2^-63 = 1e-19 is zero, so that squares of decoded values are normal numbers
 LARGEST_BITS = 0x7F7FFFFF  # of the largest finite float32

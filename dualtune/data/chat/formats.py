@@ -100,6 +100,8 @@ LABEL_NAMES = ("label", "kto_tag")
 
 @dataclass(frozen=True, slots=True)
 class Format:
+    """A format of rows: how it is recognized, and converted to examples."""
+
     convert: Callable[[RawRow, Mapping[str, Any], RowReading], Example]
     keys: tuple[str, ...]  # every row has them
     optional: tuple[str, ...] = ()

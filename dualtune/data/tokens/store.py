@@ -53,6 +53,8 @@ INDEX = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Document:
+    """The tokens of a document, and which of them are targets."""
+
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T]: this token is a target
     where: str = ""  # path:line of the row
@@ -188,6 +190,7 @@ def common_beginning(first: Tokens, other: Tokens) -> int:
 
 
 def stored_in_memory(rows: list[TokenizedRow]) -> TokenStore:
+    """Return a store like that of a file, without one."""
     tokens, index, weights = BytesIO(), BytesIO(), BytesIO()
     writer = Writer(tokens, index, lambda: weights)
     for row in rows:

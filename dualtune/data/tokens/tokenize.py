@@ -42,6 +42,8 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRow:
+    """The documents of a row, and what a store records of it."""
+
     path: str
     line: int
     number: int  # of the row in its source, from 0; bad rows do not count

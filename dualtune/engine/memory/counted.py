@@ -66,6 +66,8 @@ class SavedTensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CountedLayer:
+    """A decoder layer as a backend has counted it."""
+
     linears: tuple[CountedLinear, ...]
     matrices: tuple[Matrices, ...]
     parameters: int  # stored

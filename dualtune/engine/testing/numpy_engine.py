@@ -55,6 +55,8 @@ MODEL_TYPE = "dualtune-softmax"
 
 
 class NumpyBackend:
+    """See `dualtune.engine.backend.Backend`."""
+
     name = CARD.name
 
     def __init__(self) -> None:
@@ -105,6 +107,8 @@ def backend(device: str = "auto") -> NumpyBackend:
 
 
 class NumpyEngine:
+    """See `dualtune.engine.backend.Engine`. All arithmetic is float64."""
+
     def __init__(self, weights: Tensors, request: LoadRequest) -> None:
         self._weights = {name: w.astype(np.float64) for name, w in weights.items()}
         self._request = request

@@ -84,6 +84,8 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
+    """The loss of a step on samples, M tokens of them."""
+
     value: float
     slopes_M: np.ndarray
     """∂value/∂logps_M, float64."""

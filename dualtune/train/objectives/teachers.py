@@ -49,6 +49,8 @@ TopLogprobs = Callable[[Batch, int], tuple[np.ndarray, np.ndarray]]
 
 
 class Teacher(Protocol):
+    """Answers with its most probable tokens, as `start` leaves it."""
+
     identity: str
     """What distinguishes it from other teachers, for a run that is resumed."""
     probe: np.ndarray | None

@@ -246,6 +246,8 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class JudgedAnswers:
+    """The rewards of N answers, R of each."""
+
     values_NR: np.ndarray  # float64, of each reward; NaN where it failed, or does not judge the answer
     failed_N: np.ndarray  # bool: whether one failed
     weights_R: np.ndarray

@@ -24,6 +24,7 @@ Pairs = Sequence[tuple[int, float]]  # tokens and their log-probabilities
 
 
 def encoded(request: CompletionRequest, tokenizer: Tokenizer, system: str | None) -> np.ndarray:
+    """Return the tokens of a request's prompt, int32 [T]. ConfigError if it cannot be encoded."""
     if isinstance(request.prompt, str):
         return tokenizer.encode_text(request.prompt)
     if isinstance(request.prompt, list):

@@ -36,6 +36,8 @@ class Reply:
 
 @dataclass(slots=True, eq=False)
 class Future:
+    """A request that is executed later; the client fetches its outcome."""
+
     id: str
     sampler: tuple[str, int] | None = None  # the sampling session and clone that learns of its end
     ended: threading.Event = field(default_factory=threading.Event)
