@@ -1,4 +1,4 @@
-"""`dualtune distill`: what a teacher says of a config's data, for a student that trains on it."""
+"""`dualtune distill`: a teacher's distributions on a config's data, for a student that trains on them."""
 
 from __future__ import annotations
 

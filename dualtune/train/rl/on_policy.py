@@ -1,4 +1,4 @@
-"""On-policy distillation: the student answers, and learns what a teacher says of each token of its own answers.
+"""On-policy distillation: the student answers, and learns a teacher's distribution at each token of its own answers.
 
 What the student meets in use is its own text, so it learns there where it errs (Agarwal et al., arXiv 2306.13649; Gu et
 al., arXiv 2306.08543). The gradient is that of the divergence at each sampled place, not of which places are sampled.

@@ -213,7 +213,7 @@ DEFAULT_WHERE_ABSENT = {
 
 TRAIN_DOCUMENTS, EVAL_DOCUMENTS = "train documents", "eval documents"  # their fingerprints
 DISTRIBUTIONS, TEACHER = "teacher's distributions", "teacher"  # their fingerprints, of a run that distils
-TEACHER_PROBE = "teacher's probe"  # what a served teacher says of fixed texts: compared when it has started
+TEACHER_PROBE = "teacher's probe"  # a served teacher's log-probabilities of fixed texts: compared when it has started
 TEACHER_PROMPTS = "teacher's prompts"  # that of what the teacher reads, where that is more than the student reads
 UNKNOWN = "-"  # for a key that did not exist when the checkpoint was written
 
