@@ -108,7 +108,7 @@ def heads_of(model: nn.Module, layers: Sequence[nn.Module]) -> Heads | None:
 
 @contextlib.contextmanager
 def _watched(layers: Sequence[nn.Module], noted: _Noted) -> Iterator[None]:
-    """Let each layer say that it computes."""
+    """Note which layer computes, in the block."""
     kinds = [type(layer) for layer in layers]
 
     def watching(kind: type[nn.Module], number: int) -> type[nn.Module]:

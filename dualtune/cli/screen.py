@@ -138,7 +138,7 @@ class Phases:
         self.now = Phase()
 
     def tell(self, line: str, when: float | None = None) -> None:
-        """Say a line. In a pipe its time is before it, if `when` is given or the lines of this command have it."""
+        """Print a line. In a pipe its time is before it, if `when` is given or the lines of this command have it."""
         self._told = time.monotonic()
         if self._live:
             line = wrapped(line, width())

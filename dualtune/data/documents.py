@@ -479,7 +479,7 @@ class Documents:
         return list(places)
 
     def counted(self, number: int) -> str:
-        """Return so many of what a step counts, in words."""
+        """Return a number with the unit that a step counts, such as rows, in words."""
         one, more = "document", "documents"
         if self.answers > 1:
             one, more = ("answer with a label", "answers with a label") if self.has_labels else ("pair", "pairs")

@@ -173,7 +173,7 @@ def adafactor(
 
 
 def root_mean_square(x: Array, xp: Any) -> Array:
-    """Return that of each of K tensors: [K, 1, …]. Axis by axis: one long float32 sum would lose digits."""
+    """Return that of each of K tensors, [K, 1, …]; axis by axis, because one long float32 sum would lose digits."""
     squares = x**2
     for axis in range(1, x.ndim):
         squares = squares.mean(axis=axis, keepdims=True)

@@ -88,7 +88,7 @@ class Display:
         """Write the page of a run that has ended."""
 
     def log_result(self, run_dir: Path, result: Path) -> None:
-        """Say where the result is, after everything else has been said."""
+        """Say where the result is, after all other lines."""
 
 
 NO_DISPLAY = Display()

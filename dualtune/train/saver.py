@@ -33,7 +33,7 @@ class Saver:
     """Saves the state of the engine, the guards and the step policy; keeps the newest checkpoints and the best one."""
 
     def __init__(self, job: Job) -> None:
-        """Take from a job what was made before its saver."""
+        """Take the parts of a job that exist before its saver."""
         prepared, engine = job.prepared, job.engine
         self._run_dir, self._watchers, self._log = job.run_dir, job.watchers, job.log
         self._guards, self._recovery, self._engine = job.guards, job.recovery, engine

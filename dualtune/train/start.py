@@ -67,7 +67,7 @@ def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> En
 
 
 def _start_teacher(teacher: Teacher, engine: Engine, prepared: Prepared) -> None:
-    """Let the teacher be ready. ConfigError if it is another one than that of the checkpoint which is resumed."""
+    """Prepare the teacher. ConfigError if the checkpoint that is resumed had another one."""
     teacher.start(engine, prepared.spec)
     if teacher.probe is not None:
         before: dict[str, str] = prepared.resumed.checkpoint.state.get("fingerprints", {}) if prepared.resumed else {}

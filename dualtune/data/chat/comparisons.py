@@ -260,7 +260,7 @@ def _spoken(text: str) -> list[dict[str, str]]:
 
 
 def _compare_scores(fields: Mapping[str, Any], reading: RowReading) -> None:
-    """Tell if the scores of the two answers, where a row has them, do not say that the chosen one is better."""
+    """Note if a row has scores by which the chosen answer is not the better one."""
     scores = [_score(fields[key], key) for key in ("score_chosen", "score_rejected") if key in fields]
     if len(scores) == 2 and scores[0] <= scores[1]:
         reading.notices.add(EQUAL_SCORES if scores[0] == scores[1] else REVERSED_SCORES)

@@ -575,7 +575,7 @@ def checkpointing_of(config: Config) -> ActivationCheckpointing:
 
 
 def _full_because(value: str | CheckpointedLayers, where: str, rule: str) -> ActivationCheckpointing:
-    """Return that everything is recomputed, because another key needs it. ConfigError, with the rule, for a value
+    """Return the setting that recomputes everything, which another key needs. ConfigError, with the rule, for a value
     that is against it.
 
     The backward pass of a streamed layer follows its recomputation.

@@ -163,7 +163,7 @@ def comparison(runs: Sequence[RunFiles]) -> dict[str, Any]:
 
 
 def _criterion(runs: Sequence[RunFiles], best: RunFiles | None) -> str:
-    """Say by what the runs are compared."""
+    """Return the measure by which the runs are compared."""
     if not are_comparable(runs):
         return "The runs were evaluated on different documents or tokens, so none is called the best."
     if best is None:

@@ -153,7 +153,7 @@ class Completion:
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> Completion:
-        """Return that of another process, from its fields."""
+        """Return the completion of another process, from its fields."""
         return cls(**record)
 
 

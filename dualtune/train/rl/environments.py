@@ -59,12 +59,12 @@ class Dialogue:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """Those of the model's own tokens, float32."""
+        """The log-probabilities of the model's own tokens, float32."""
         return np.concatenate([np.zeros(0, np.float32), *(each.logprobs for each in self.drawn)])
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> Dialogue:
-        """Return that of another process, from its fields."""
+        """Return the dialogue of another process, from its fields."""
         parts = [(tokens, is_own) for tokens, is_own in record["parts"]]
         return cls(record["start"], parts, [Completion.read(each) for each in record["drawn"]])
 
@@ -111,7 +111,7 @@ class Episode:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """Those of the model's own tokens, float32."""
+        """The log-probabilities of the model's own tokens, float32."""
         return np.concatenate([dialogue.logprobs for dialogue in self.dialogues])
 
     @property
@@ -126,7 +126,7 @@ class Episode:
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> Episode:
-        """Return that of another process, from its fields."""
+        """Return the episode of another process, from its fields."""
         episode = cls(**record)
         episode.dialogues = [Dialogue.read(each) for each in record["dialogues"]]
         return episode

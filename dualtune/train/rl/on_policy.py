@@ -49,7 +49,7 @@ class TaughtSamples:
         return range(len(self.documents))
 
     def note(self, batch: Batch, contribution: Contribution) -> None:
-        """Note what a micro-batch has added, for the metrics and the file."""
+        """Record the contribution of a micro-batch, for the metrics and the file."""
         assert contribution.logp_N is not None  # a run that draws samples asks first
         for document, values_T in _by_document(contribution.values_N, batch).items():
             self._values[document] = float(values_T.mean())

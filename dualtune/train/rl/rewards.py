@@ -267,12 +267,12 @@ class JudgedAnswers:
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> JudgedAnswers:
-        """Return those of another process, from their fields."""
+        """Return the judged answers of another process, from their fields."""
         return cls(record["values_NR"], record["failed_N"], record["weights_R"], tuple(record["failures"]))
 
     @classmethod
     def joined(cls, parts: Sequence[JudgedAnswers], order: Sequence[int]) -> JudgedAnswers:
-        """Return those of parts, one after another, in this order."""
+        """Return the answers of all parts, in this order."""
         return cls(
             np.concatenate([part.values_NR for part in parts])[order],
             np.concatenate([part.failed_N for part in parts])[order],

@@ -320,7 +320,7 @@ class _Prompts:
         cls, data: Documents, ids: Sequence[int], tokenizer: Tokenizer, rows: RowFields | None,
         conversations: RowFields | None,
     ) -> _Prompts:  # fmt: skip
-        """Return those of these documents. `rows`, `conversations`: their fields, messages; None: no one asks."""
+        """Return the prompts of these documents. `rows`, `conversations`: their fields, messages; None: not needed."""
         documents = [data[i] for i in ids]
         parts = [question_of(document) for document in documents]
         texts, expected = ([tokenizer.decode(pair[half].tolist()) for pair in parts] for half in (0, 1))
@@ -330,7 +330,7 @@ class _Prompts:
         return cls(wheres, [prompt for prompt, _ in parts], texts, expected, fields, messages)
 
     def with_numbers(self, numbers: Sequence[tuple[int, ...]]) -> list[StepPrompt]:
-        """Return them for conversations. `numbers`: on which the random numbers of each depend."""
+        """Return the prompts of conversations. `numbers`: the random numbers of each depend on them."""
         return [StepPrompt(*each) for each in zip(self.prompts, self.rows, numbers, strict=True)]
 
 
@@ -349,7 +349,7 @@ def _in_units(parts: Sequence[list[tuple[np.ndarray, np.ndarray]]], num_samples:
 
 
 def _logprobs(sample: Sample) -> list[np.ndarray]:
-    """Return those of each document of a sample."""
+    """Return the log-probabilities of each document of a sample."""
     return [each.logprobs for each in (sample.dialogues if isinstance(sample, Episode) else [sample])]
 
 

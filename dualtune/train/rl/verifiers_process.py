@@ -108,7 +108,7 @@ class Environment(Protocol):
 
 
 class LedConversations:
-    """Those of a step. One that is asked for and is not there, or is elsewhere, is led there by the answers it got."""
+    """The conversations of a step. One that is missing, or is elsewhere, is led there by the answers that it got."""
 
     def __init__(self, environment: Environment, loop: asyncio.AbstractEventLoop) -> None:
         self._environment, self._loop = environment, loop

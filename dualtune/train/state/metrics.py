@@ -79,7 +79,7 @@ class History:
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:
-        """Those of the evaluations in order, if the run compares answers."""
+        """The metrics of the evaluations in order, if the run compares answers."""
         return [record.metrics for record in self.evals.values() if record.metrics]
 
     @property

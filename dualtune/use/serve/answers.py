@@ -111,7 +111,7 @@ class RunningAnswer:
         self.row = PromptedRow(number, prompt, limit, choose, self._ends_with, has_ended=not limit)
 
     def _ends_with(self, tokens: list[int]) -> bool:
-        """Pass on what the last token says, but for what may become a stop text or a call. Return whether it ends."""
+        """Pass on the text of the last token, but for what may become a stop text or a call. Return whether it ends."""
         try:
             self._pass_on(self._text.feed(self._cut.feed(self._tokens.feed(tokens[-1]))))
         except Exception as error:  # noqa: BLE001  of this answer, which must not end the others

@@ -472,7 +472,7 @@ class OpenRun:
         self._since = [0.0, 0, 0, 0]  # loss, targets with a weight, tokens and data since the last update
 
     def note(self, sums: LossSums, data: Sequence[Datum]) -> None:
-        """Note what was added to the gradient."""
+        """Record a contribution to the gradient."""
         added = sums.total, sums.num_weighted, sum(len(datum.tokens) for datum in data), len(data)
         self._since = [before + more for before, more in zip(self._since, added, strict=True)]
 

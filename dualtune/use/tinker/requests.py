@@ -101,7 +101,7 @@ class LoraBody(TinkerBody):
     train_attn: bool = True
 
     def settings(self) -> LoraSettings:
-        """Return it as the host takes it."""
+        """Return the settings in the form of the host."""
         return LoraSettings(**self.model_dump(exclude={"type"}))
 
 
@@ -133,7 +133,7 @@ class AdamBody(TinkerBody):
     grad_clip_norm: Positive = 0.0
 
     def settings(self) -> AdamSettings:
-        """Return it as the host takes it."""
+        """Return the settings in the form of the host."""
         return AdamSettings(**self.model_dump(exclude={"type"}))
 
 
@@ -217,7 +217,7 @@ class SampleBody(TinkerBody):
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
 
     def request(self) -> SampleRequest:
-        """Return it as the host takes it, without its source."""
+        """Return the request in the form of the host, without its source."""
         params = self.sampling_params
         tokens = [token for chunk in self.prompt.chunks for token in chunk.tokens]
         if not tokens:

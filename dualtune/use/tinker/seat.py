@@ -156,7 +156,7 @@ class Seat:
         self._weights = weights
 
     def _unseat(self) -> None:
-        """Let the host have what only the engine has of the run that is seated."""
+        """Copy to the host what only the engine has of the run that is seated."""
         run, engine = self._run, self._engine
         if run is None or engine is None:
             return
@@ -167,7 +167,7 @@ class Seat:
         self._run = None
 
     def _keep_weights(self) -> None:
-        """Let the host have the weights that are in the engine, before others replace them."""
+        """Copy the engine's weights to the host, before others replace them."""
         if self._weights is not None and self._engine is not None:
             self.fetch(self._weights)
 

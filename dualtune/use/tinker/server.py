@@ -186,7 +186,7 @@ def _dynamic_config(call: Call) -> str:
 
 
 def _telemetry(call: Call) -> str:
-    """It is accepted, because the client does not rest without, and dropped."""
+    """Accept and drop it: the client repeats it until it is accepted."""
     return call.send({"status": "accepted"})
 
 
