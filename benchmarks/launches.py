@@ -17,11 +17,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import page_tables
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "launches.json"
 PAGE = RESULTS.with_name("performance.md")
 WORK = ("micro_batch", "step", "evaluation", "logprobs")
-BEGIN, END = "<!-- table methods -->", "<!-- end of methods -->"
 PLAIN = {"experts": "mixture"}  # what a method is compared with: the same without it; of the others, "dropout"
 
 
@@ -38,17 +39,10 @@ def main() -> None:
             lines.append({"date": date.today().isoformat(), **line, "reason": reason})
             print(f"{shape}: {line}")
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    write_table(results)
+    print(page_tables.write(PAGE, {"methods": table(results)}))
 
 
-def write_table(results: Mapping[str, Any]) -> None:
-    """Write the table of the methods between its two marks."""
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    table = "\n".join(table_of(results))
-    PAGE.write_text(f"{head}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-
-
-def table_of(results: Mapping[str, Any]) -> list[str]:
+def table(results: Mapping[str, Any]) -> str:
     """Return the newest counts: kernels and products of a micro-batch and of an update, and what is more than plain."""
     lines = ["| | micro-batch | more than plain | update | log-probabilities first |", "|---|---|---|---|---|"]
     for shape in ("dropout", "mixture"):
@@ -56,7 +50,7 @@ def table_of(results: Mapping[str, Any]) -> list[str]:
     for name, found in results["methods"].items():
         plain = results["torch"][PLAIN.get(name, "dropout")][-1]
         lines.append(f"| {name} | {_text(found[-1], plain)} |")
-    return lines
+    return "\n".join(lines)
 
 
 def _text(line: Mapping[str, Any], plain: Mapping[str, Any] | None = None) -> str:

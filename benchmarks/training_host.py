@@ -219,8 +219,7 @@ def table(figures: Mapping[str, Any]) -> str:
     cells = [[what, f"{figures[name]['cpu_ratio']:.2f}x"] for what, name in rows]
     share = outside / statistics.median(http["seconds"])
     cells.append(["a step through the client, outside of the host", f"{1000 * outside:.0f} ms, {share:.1%} of it"])
-    script = "`python benchmarks/training_host.py`, [result](../benchmarks/results/training_host.json)"
-    return f"{page_tables.table(['what', 'costs'], cells)}\n\nBy processor time of one core ({script})."
+    return page_tables.table(["what", "costs"], cells)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 from dualtune.config import load_config
 from dualtune.config.render import example_path
 from dualtune.doctor.validate.criteria import shown
-from dualtune.doctor.validate.tiers import TIERS, Tier
+from dualtune.doctor.validate.tiers import BYTES_PER_WEIGHT, BYTES_PER_WEIGHT_ON_CPU, TIERS, Tier
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -63,7 +63,10 @@ def main() -> int:
 
 def record(name: str, reports: list[Path]) -> None:
     """Save reports in one file, with losses that a person can read."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in reports]
+    sys.path.append(str(ROOT / "benchmarks"))
+    from record import origin
+
+    found = [json.loads(path.read_text(encoding="utf-8")) | {"commit": origin()["commit"]} for path in reports]
     for tier in [tier for report in found for tier in report["tiers"]]:
         tier["losses"] = [round(loss, 4) if isinstance(loss, float) else loss for loss in tier.get("losses", [])]
     text = json.dumps({"reports": found}, indent=1)
@@ -121,9 +124,11 @@ def criteria_table() -> list[str]:
     return [
         markdown(["criterion", *TIERS], [[name, *(row.get(tier, "") for tier in TIERS)] for name, row in rows.items()]),
         "Mean losses and memory growth are over windows of 50 steps; tokens/s are over ten steps. On MLX the base is "
-        "affine4 instead of nf4; its scales and biases take more memory, so the limit is 0.57 bytes per weight. Peak "
-        "device memory is judged after the first step, which compiles: it includes cuBLAS's workspaces, but not the "
-        "buffer that Inductor allocates once to time kernels. The report has the first step's peak too.",
+        f"affine4 instead of nf4; its scales and biases take more memory, so the limit is "
+        f"{BYTES_PER_WEIGHT['affine4']} bytes per weight, and {BYTES_PER_WEIGHT_ON_CPU['affine4']} on a CPU, where "
+        "they are in float32. Peak device memory is judged after the first step, which compiles: it includes cuBLAS's "
+        "workspaces, but not the buffer that Inductor allocates once to time kernels. The report has the first step's "
+        "peak too.",
     ]
 
 
@@ -153,8 +158,9 @@ def measured(reports: list[dict[str, Any]]) -> list[str]:
         versions = ", ".join(
             f"{name} {packages[name]}" for name in ("torch", "bitsandbytes", "mlx") if name in packages
         )
+        when = " at ".join([report["date"], *([report["commit"]] if "commit" in report else [])])
         machines.append(
-            f"- {report['platform']}, {', '.join(names)}: {report['date']}, {gpus or report['machine']['cpu']}, "
+            f"- {report['platform']}, {', '.join(names)}: {when}, {gpus or report['machine']['cpu']}, "
             f"{report['machine']['cores']} cores, {versions}"
         )
     head = [
@@ -175,7 +181,7 @@ def row_of(tier: dict[str, Any], report: dict[str, Any]) -> list[str]:
     steps = tier["config"]["train"]["steps"]
     planned = steps_of(TIERS[tier["tier"]])
     weights = "twin" if tier["twin"] else "random" if report["random_weights"] else "pretrained"
-    start = [f"`{tier['tier']}`", tier["state"], weights, f"{steps}" if steps == planned else f"{steps} for {planned}"]
+    start = [f"`{tier['tier']}`", outcome(tier), weights, f"{steps}" if steps == planned else f"{steps} for {planned}"]
     if tier["state"] == "not run":
         return [*start, "", "", "", tier["checks"][-1]["found"].replace("|", "\\|")]
     losses = tier["losses"]
@@ -183,6 +189,16 @@ def row_of(tier: dict[str, Any], report: dict[str, Any]) -> list[str]:
     return [
         *start, f"{tier['elapsed_s']:.1f}", f"{tier['tokens_per_s']:,.0f}", shown(tier["peak_bytes"], "bytes"), trend,
     ]  # fmt: skip
+
+
+def outcome(tier: dict[str, Any]) -> str:
+    """Return the state of a tier, and of one that failed what was measured beside what is asked for."""
+    missed = [
+        f"{row['name']} {shown(row['measured'], row['unit'])}, not {row['relation']} {shown(row['limit'], row['unit'])}"
+        for row in tier["criteria"]
+        if row["level"] == "fail"
+    ]
+    return f"{tier['state']}{': ' if missed else ''}{'; '.join(missed)}"
 
 
 def steps_of(tier: Tier) -> int | None:

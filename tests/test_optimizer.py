@@ -12,8 +12,11 @@ from dualtune.engine.testing.conformance_case import assert_equal, norm_of, rand
 from dualtune.engine.testing.tiny_models import random_batch
 from dualtune.model import optimizer
 from dualtune.model.adapter import AdapterSpec
+from dualtune.model.beside import BesideAdapter
+from dualtune.model.formats.directory import Adapter
 from dualtune.model.optimizer import OPTIMIZERS, Optimizer, OptimizerSpec
 from dualtune.train.objective import optimizer_spec
+from dualtune.train.prepare import spec_of_section, with_adapter_of
 from dualtune.train.state import checkpoint
 from dualtune.train.state.checkpoint import restore
 
@@ -166,8 +169,21 @@ def test_embedding_and_head_have_a_learning_rate_of_their_own(make_config):
         assert factor(name) == pytest.approx(0.1)
     for name in ("model.layers.0.mlp.up_proj.weight", "model.norm.weight", "base_model.model.lm_head.lora_A.weight"):
         assert factor(name) == 1
-    with pytest.raises(ConfigError, match=r"train.embedding_learning_rate: got 0.0001, but neither embedding nor"):
-        make_config("no.jsonl", {"train.embedding_learning_rate": 1e-4})
+    for more in ({}, {"adapter.train_modules": ["norm", "input_layernorm"]}):
+        with pytest.raises(ConfigError, match=r"train.embedding_learning_rate: got 0.0001, but neither embedding nor"):
+            make_config("no.jsonl", {"train.embedding_learning_rate": 1e-4, **more})
+
+
+@pytest.mark.parametrize(("modules", "is_table"), [(("model.embed_tokens",), True), (("model.norm",), False)])
+def test_a_start_says_whether_a_table_has_a_learning_rate(make_config, modules, is_table):
+    config = make_config("no.jsonl", {"train.embedding_learning_rate": 1e-4, "adapter.init_from": "old"})
+    tensors = {f"base_model.model.{module}.weight": np.ones((3, 2), np.float32) for module in modules}
+    start = Adapter(spec_of_section(config.adapter, tuple(config.adapter.targets), BesideAdapter(modules)), tensors)
+    if is_table:
+        assert with_adapter_of(config, start).train.embedding_learning_rate == 1e-4
+        return
+    with pytest.raises(ConfigError, match=r"the adapter in adapter.init_from trains neither embedding nor output head"):
+        with_adapter_of(config, start)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -31,6 +31,7 @@ from dualtune.train.fingerprints import without_adapter
 from dualtune.train.generation.inference import LoadedModel, load_model, question
 from dualtune.train.generation.sampling import Sampling
 from dualtune.train.objectives.comparison import configured_objective, evaluate_against
+from dualtune.train.objectives.distillation import configured_distillation
 from dualtune.train.prepare import start_of
 from dualtune.train.recovery import Recovery, explained, explanation
 from dualtune.train.state.metrics import perplexity
@@ -104,6 +105,8 @@ class EvalRun:
         }
         if everything.answers > 1 and not self._options.base:
             report["preference"] = self._preference(model, everything)
+        if (divergence := self._divergence(model, documents)) is not None:
+            report["divergence"] = divergence
         # The base is measured by the same loaded weights, with the adapter switched off.
         main = BASE if self._options.base else TUNED
         sides = {main: self._side(main, model, documents, examples)}
@@ -189,6 +192,24 @@ class EvalRun:
             "objective_loss": result.eval_loss,
             **{key.removeprefix("eval_"): x for key, x in result.metrics.items()},
         }
+
+    def _divergence(self, model: LoadedModel, documents: Documents) -> float | None:
+        """Return that from the teacher whose distributions were recorded; None where they are not of these rows."""
+        recorded = self._settings.distill.distributions
+        if recorded is None or self._options.data:
+            return None
+        if not expanded(recorded).is_file():
+            say(f"divergence  not measured: there is no {expanded(recorded)} here", err=True)
+            return None
+        distillation = configured_distillation(self._settings, documents, documents, model.tokenizer)
+        if distillation is None or distillation.eval is None:
+            return None
+        with self._phase("evaluating", "evaluated", "the divergence"):
+            result = distillation.evaluate(
+                model.engine, documents, self._recovery(model, documents), show=self._shown.update,
+                said=distillation.eval,
+            )  # fmt: skip
+        return result.metrics["eval_divergence"]
 
     def _check_expected(self, model: LoadedModel, examples: list[Example]) -> None:
         """Raise DataError for an expected answer that cannot be scored, before anything is measured."""

@@ -46,9 +46,13 @@ WORDS = {
         "adapter diff": "diff compare",
         "bundle pack": "pack package archive zip",
         "bundle unpack": "unpack unzip",
-        "Preference training is not supported yet: dualtune trains on answers, not on comparisons": (
-            "dpo orpo kto rlhf ppo grpo reward"
+        "Preferences are learned by `dualtune train` with train.objective: dpo, orpo, simpo, cpo or kto": (
+            "dpo orpo simpo cpo kto preference preferences"
         ),
+        "Rewards are learned from by `dualtune train` with train.objective: grpo": (
+            "grpo rloo ppo rl rlhf reward rewards"
+        ),
+        "distill record": "kd gkd distillation record teacher",
         "quantize": "quantise quantization bnb",
     }.items()
     for word in words.split()

@@ -87,15 +87,15 @@ def command(
 
 def _described(plan: SweepPlan, checked: Sequence[CheckedTrial]) -> list[str]:
     """Return the lines that say what is tried and how it is compared."""
-    from dualtune.train.sweep.sweep import have_same_eval
+    from dualtune.train.sweep.sweep import why_not_comparable
 
     how = f"{plan.num_chosen} runs chosen by TPE" if plan.num_chosen else f"{len(checked)} runs"
     lines = [f"sweep       {how}{', by successive halving' * plan.halving}, in {plan.directory}"]
     lines += [f"tries       {varied}" for varied in plan.varied]
-    if not all(run.has_eval for run in checked):
+    if reason := why_not_comparable(checked):
+        lines.append(f"compared    no run is called best: {reason}")
+    elif not all(run.has_eval for run in checked):
         lines.append("compared    by the training loss: the data has no held-out rows (data.eval)")
-    elif not have_same_eval(checked):
-        lines.append("compared    no: the runs have different held-out rows or tokens, so no run is called best")
     return lines
 
 
@@ -120,11 +120,11 @@ def _trainer(backend: Backend) -> Train:
 def _show(results: Sequence[Result], checked: Sequence[CheckedTrial], directory: Path) -> None:
     """Print the runs, best first, and write the page that compares them."""
     from dualtune.train.state.run_dir import ADAPTER, MODEL
-    from dualtune.train.sweep.sweep import at_the_edge, have_same_eval
+    from dualtune.train.sweep.sweep import at_the_edge, why_not_comparable
 
     tell(in_columns([("run", "step", "loss", "state"), *map(_row, results)]))
     _write_page([result.trial.path for result in results if result.summary is not None], directory)
-    if results[0].is_done and have_same_eval(checked):
+    if results[0].is_done and why_not_comparable(checked) is None:
         best = results[0].trial
         for advice in at_the_edge(best, [result.trial for result in results]):
             tell(f"advice      {advice}")

@@ -18,6 +18,7 @@ from dualtune.config.values import (
     dotted,
 )
 from dualtune.model.methods import INITS
+from dualtune.model.optimizer import is_of_a_table
 from dualtune.model.targets import ALL_LAYERS
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ _SMOOTHED = ("auto", "sigmoid", "robust")  # losses of dpo with label smoothing
 # Keys of the section `adapter` that have no meaning with adapter.method: full.
 _ADAPTER_ONLY = (
     "rank", "alpha", "scaling", "dropout", "targets", "layers", "rank_pattern", "alpha_pattern", "train_modules",
-    "train_rows", "bias", "init", "merge_for",
+    "train_rows", "bias", "init", "merge_for", "experts",
 )  # fmt: skip
 
 
@@ -220,10 +221,12 @@ def _impossible_balance(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]
 
 
 def _impossible_rates(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
-    """Yield a learning rate of tables that are not trained."""
+    """Yield a learning rate of tables that are not trained. What an adapter to start from trains is not known here."""
     rate, adapter = config.train.embedding_learning_rate, config.adapter
-    trains = adapter.trains_model or adapter.train_modules or adapter.train_rows or config.data.added_tokens
-    if rate is not None and not trains:
+    if rate is None or adapter.init_from is not None:
+        return
+    has_tables = any(is_of_a_table(f"{name}.weight") for name in adapter.train_modules)
+    if not (adapter.trains_model or has_tables or adapter.train_rows or config.data.added_tokens):
         rule = "but neither embedding nor output head is trained; set adapter.train_rows, adapter.train_modules, "
         message = f"got {rate:g}, {rule}data.new_tokens or adapter.method: full"
         yield ("train", "embedding_learning_rate"), ("adapter", "method"), message
@@ -479,6 +482,7 @@ def _impossible_with_full(config: Config) -> Iterator[tuple[KeyPath, KeyPath, st
         value = getattr(config.adapter, key)
         if value != type(config.adapter).model_fields[key].default:
             shown = value if isinstance(value, str | int | float) else ", ".join(map(str, value))
+            shown = "true" if value is True else shown
             yield ("adapter", key), method, f"got {shown}, but adapter.method: full has no adapter; remove the key"
     if config.train.lora_plus_ratio not in (None, 1.0):
         rule = "but adapter.method: full has no B; remove the key"

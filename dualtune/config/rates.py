@@ -43,14 +43,26 @@ class UsualRate:
 
 def usual_rate(config: Config) -> UsualRate | None:
     """Return the peak learning rate to begin with. None for an unknown optimizer or objective."""
+    if (divisors := _divisors(config)) is None:
+        return None
+    default: float = TrainConfig.model_fields["learning_rate"].default
+    rate = default / math.prod(factor for factor, _ in divisors)
+    return UsualRate(float(f"{rate:.1g}"), tuple(why for _, why in divisors if why))
+
+
+def divisor_of_rate(config: Config) -> int | None:
+    """Return what divides the rate of LoRA on plain targets. None as for `usual_rate`."""
+    divisors = _divisors(config)
+    return None if divisors is None else math.prod(factor for factor, _ in divisors)
+
+
+def _divisors(config: Config) -> list[tuple[int, str]] | None:
+    """Return what divides the rate of LoRA on plain targets, each with its reason."""
     train, adapter = config.train, config.adapter
     if train.optimizer not in OPTIMIZERS or train.objective not in OBJECTIVES:
         return None
-    smaller = [OBJECTIVES[train.objective], OPTIMIZERS[train.optimizer]]
-    smaller.append(WHOLE if adapter.trains_model else STARTS.get(adapter.init, (1, "")))
-    default: float = TrainConfig.model_fields["learning_rate"].default
-    rate = default / math.prod(factor for factor, _ in smaller)
-    return UsualRate(float(f"{rate:.1g}"), tuple(why for _, why in smaller if why))
+    start = WHOLE if adapter.trains_model else STARTS.get(adapter.init, (1, ""))
+    return [OBJECTIVES[train.objective], OPTIMIZERS[train.optimizer], start]
 
 
 def far_rate(config: Config) -> str | None:

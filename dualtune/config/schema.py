@@ -265,7 +265,7 @@ class DistillConfig(Section):
     """The distance to the teacher: forward_kl of its most probable tokens alone, in one forward pass; reverse_kl, or
     jsd with beta, of these and of all other tokens as one, in two; auto is forward_kl of the data's answers and
     reverse_kl of samples."""
-    beta: Literal["auto"] | Share = "auto"
+    beta: Literal["auto"] | Annotated[float, Field(ge=0, le=1)] = "auto"
     """Where jsd lies between the KL divergence from the teacher (0) and that from the student (1); auto is 0.5."""
     temperature: Positive = 1.0
     """What the logits of both are divided by: above 1, less probable tokens count more; any but 1 takes two passes."""

@@ -13,9 +13,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+
+from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The score of a run: the one loss by which a sweep, a table and a picture compare it with others.
@@ -50,6 +52,22 @@ class Score:
             return cls(finite.get(chosen), chosen, is_held_out=True)
         loss = end_loss(losses)
         return cls(loss if loss is not None and math.isfinite(loss) else None, step if losses else 0)
+
+
+def scored_loss(config: Mapping[str, Mapping[str, Any]], *, held_out: bool) -> str:
+    """Return what the score of a run is a loss of: equal texts for losses that can be compared.
+
+    `config`: its values by section and key. `held_out`: the score is an evaluation.
+    """
+    train, rollouts = config.get("train", {}), config.get("rollouts", {})
+    name = train.get("objective", "sft")
+    if name in ("sft", "distill") and held_out:  # evaluations of both have the plain loss of sft
+        return "sft"
+    if name in POLICY_OBJECTIVES:  # −reward
+        return repr([rollouts.get(key) for key in ("rewards", "weights", "environment", "environment_args")])
+    section = "distill" if name in ("distill", ON_POLICY) else "preference"
+    settings = train.get("label_smoothing") or 0 if name == "sft" else config.get(section)
+    return repr((name, settings))
 
 
 def end_loss(losses: Sequence[float]) -> float | None:

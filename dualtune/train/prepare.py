@@ -35,7 +35,7 @@ from dualtune.model.embeddings import tied_head
 from dualtune.model.fingerprint import fingerprint
 from dualtune.model.formats.chat_template import TEMPLATE_FILE
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
-from dualtune.model.optimizer import OptimizerSpec
+from dualtune.model.optimizer import OptimizerSpec, is_of_a_table
 from dualtune.model.places import in_names_of
 from dualtune.model.targets import ALL_LINEAR, is_embedding, is_head
 from dualtune.model.weight_files import BaseWeights
@@ -433,6 +433,12 @@ def with_adapter_of(config: Config, start: Adapter | None) -> Config:
     values["bias"] = start.spec.beside.bias
     if config.adapter.targets == ALL_LINEAR:
         del values["targets"]
+    rate = config.train.embedding_learning_rate
+    if rate is not None and not any(map(is_of_a_table, start.tensors)):
+        raise ConfigError(
+            f"train.embedding_learning_rate: got {rate:g}, but the adapter in adapter.init_from trains neither "
+            "embedding nor output head. Remove the key"
+        )
     problems = [
         f"adapter.{key}: got {getattr(config.adapter, key)}, but the adapter in adapter.init_from has {value}"
         for key, value in values.items()

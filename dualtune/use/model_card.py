@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import yaml
+from pydantic import BaseModel
 
-from dualtune.config import Config
+from dualtune.config import Config, get_value
 from dualtune.config.combinations import PREFERENCE_KEYS
 from dualtune.config.values import ON_POLICY
 from dualtune.model.adapter import is_of_base
@@ -65,6 +66,11 @@ _NUMBERS = (  # of `training` in dualtune.json
 )
 _SETTINGS = ("train.optimizer", "train.learning_rate", "train.lora_plus_ratio", "train.schedule", "train.warmup",
              "train.weight_decay", "data.max_length", "data.loss_on", "model.dtype", "model.quantization")  # fmt: skip
+# Those that are shown where they are not the default, beside all of `rollouts`.
+_IF_CHANGED = (
+    "adapter.init", "adapter.dropout", "adapter.merge_for", "adapter.bias", "train.embedding_learning_rate",
+    "train.label_smoothing", "train.router_aux_loss_coef", "train.average", "train.average_over",
+)  # fmt: skip
 _USAGE = """## Use it
 
 ```python
@@ -120,8 +126,10 @@ def adapter_card(repo: str, adapter: Adapter, config: Config | None) -> str:
             keys += ["train.objective", *(f"preference.{key}" for key in PREFERENCE_KEYS.get(objective, ()))]
         if objective in ("distill", ON_POLICY):
             keys += [f"distill.{key}" for key in type(config.distill).model_fields]
+        changeable = [*_IF_CHANGED, *(f"rollouts.{key}" for key in type(config.rollouts).model_fields)]
+        keys += [key for key in changeable if get_value(config, key) != _default_of(config, key)]
         settings = {key: values[section][name] for key in keys for section, _, name in [key.partition(".")]}
-        method += [(f"`{key}`", value) for key, value in settings.items() if value is not None]
+        method += [(f"`{key}`", _listed(value)) for key, value in settings.items() if value is not None]
 
     data: list[tuple[str, Any]] = [("source", ", ".join(sources))] if config else []
     data += [("documents trained on", training["train_documents"])] if "train_documents" in training else []
@@ -141,6 +149,15 @@ def adapter_card(repo: str, adapter: Adapter, config: Config | None) -> str:
         _USAGE.format(base=usable_base, repo=repo),
         _TEMPLATE.format(repo=repo, file=TEMPLATE_FILE) if adapter.template is not None else "",
     ])  # fmt: skip
+
+
+def _listed(value: Any) -> Any:
+    return ", ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else value
+
+
+def _default_of(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return cast("type[BaseModel]", type(getattr(config, section))).model_fields[name].default
 
 
 def _sources(config: Config) -> list[str]:
@@ -173,7 +190,7 @@ def export_card(name: str, record: Mapping[str, Any], notes_on_adapter: Sequence
     model = "A model that was trained whole"
     if base is not None:  # of a path, the last part: the rest is of no use elsewhere
         own_name = base if _HUB_NAME.fullmatch(base) else re.split(r"[/\\]", base.rstrip("/\\"))[-1]
-        model = f"{_code(own_name)} with a LoRA adapter merged"
+        model = f"{_code(own_name)} with an adapter merged"
     merge = ""
     if base is not None and trained_on == "none":
         merge = "The adapter was trained on the base's own weights, and is merged into them."

@@ -83,9 +83,9 @@ def test_the_oracle_is_peft_and_the_adapter_matters(by_peft, reference, logprobs
     assert np.abs(logprobs({}) - expected).max() > SEEN
 
 
-def test_there_are_at_least_forty_of_them_each_with_its_own_name():
+def test_there_are_more_than_ninety_of_them_each_with_its_own_name():
     names = [case.name for case in damage.CASES]
-    assert len(names) == len(set(names)) and len(names) >= 40
+    assert len(names) == len(set(names)) and len(names) > 90
     kinds = [case.expected for case in damage.CASES]
     assert min(kinds.count(kind) for kind in ("exact", "repaired", "refused")) >= 10
     assert all(case.words for case in damage.CASES if case.expected != "exact")

@@ -348,7 +348,7 @@ DAMAGE = {
     "lora_B is there, but lora_A is missing": lambda t: t.pop(f"{Q}.lora_A.weight"),
     "lora_A is there, but lora_B is missing": lambda t: t.pop(f"{Q}.lora_B.weight"),
     "They look transposed": lambda t: t.update({n: np.ascontiguousarray(x.T) for n, x in t.items()}),
-    r"Stacked experts \(MoE\)": lambda t: t.update({n: x[None] for n, x in t.items() if Q in n}),
+    "Only layers of experts are read as stacks": lambda t: t.update({n: x[None] for n, x in t.items() if Q in n}),
     "cannot be converted: DoRA's magnitude": lambda t: t.update({f"{Q}.lora_magnitude_vector": np.ones(DIM)}),
     "cannot be converted: not part of": lambda t: t.update({"model.norm.weight": np.ones(DIM)}),
     "holds no LoRA tensors": lambda t: t.clear(),

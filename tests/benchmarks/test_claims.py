@@ -1,4 +1,4 @@
-"""The figures of docs/performance.md and claims.md are those of the results; each claim has its commands."""
+"""The figures of docs/performance.md, families.md and claims.md are those of the results; claims have commands."""
 
 import json
 import re
@@ -115,3 +115,25 @@ def test_the_speeds_among_the_claims_are_those_that_were_measured():
         *sorted(ratios(f"{mlx}/wikisql/mlx_lm/best", f"{mlx}/gsm8k-masked/mlx_lm/best")),
     ]
     assert re.findall(r"\d+\.\d", claim) == [f"{ratio:.1f}" for ratio in expected]
+
+
+# --- docs/families.md ---
+
+
+def cells_of(path: Path) -> list[list[str]]:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+
+
+def test_the_page_of_families_sums_up_the_record():
+    record = cells_of(RESULTS / "families.md")
+    works = {name: int(cells[0]) for name, *cells in record if len(cells) == 5 and cells[0].isdigit()}
+    page = [row[1:] for row in cells_of(ROOT / "docs" / "families.md") if len(row) == 3 and row[1].isdigit()]
+    asked = ["torch", "packs, torch", "PEFT, torch", "merge, torch", "generates, torch", "plan, torch"]
+    assert page == [[str(works[name]), str(works[name.replace("torch", "MLX")])] for name in asked]
+    families = [cells for name, *cells in record if name.startswith("`") and len(cells) == 16]
+    num_whole = sum(set(cells[:-1]) == {"✓"} for cells in families)
+    text = " ".join((ROOT / "docs" / "families.md").read_text(encoding="utf-8").split())
+    assert f"| of {len(families)} families |" in text and f"train {works['same steps']} families" in text
+    assert f"{num_whole} of them pass everything above" in text
+    assert works["same steps"] == works["torch → MLX"] == works["MLX → torch"]

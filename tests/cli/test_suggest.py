@@ -32,7 +32,8 @@ def test_a_wrong_command_leads_to_the_right_one(dualtune_main, typed, meant):
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        ("dpo", "Preference training is not supported yet: dualtune trains on answers, not on comparisons."),
+        ("dpo", "Preferences are learned by `dualtune train` with train.objective: dpo, orpo, simpo, cpo or kto."),
+        ("grpo", "Rewards are learned from by `dualtune train` with train.objective: grpo."),
         ("zzzzzz", f"There are: {', '.join(COMMANDS)}."),
     ],
 )

@@ -83,6 +83,8 @@ def test_a_plain_axolotl_config(translate):
         ({"lora_target_linear": False, "lora_target_modules": ["q_proj", "v_proj"]},
          {"adapter.targets": ["q_proj", "v_proj"]}),
         ({"lora_model_dir": "old/adapter"}, {"adapter.init_from": "old/adapter"}),
+        ({"lora_model_dir": "old", "lora_modules_to_save": ["lm_head"], "peft_init_lora_weights": "pissa"},
+         {"adapter.init_from": "old", "adapter.train_modules": [], "adapter.init": "kaiming"}),
         ({"sample_packing": True, "micro_batch_size": 2, "gradient_accumulation_steps": 4, "sequence_len": 1024},
          {"train.tokens_per_step": 8192, "data.packing": True, "data.max_length": 1024}),
         ({"micro_batch_size": 2, "gradient_accumulation_steps": 4}, {"train.documents_per_step": 8}),
@@ -232,6 +234,8 @@ def test_what_axolotl_has_alone_is_named(translate, more, named, reason):
         ({"rl": "kto", "kto_undesirable_weight": 0.5},
          {"train.objective": "kto", "preference.desirable_weight": 1, "preference.undesirable_weight": 0.5}),
         ({"rl": "dpo", "lora_model_dir": "old", "rl_adapter_ref_model": True}, {"preference.reference": "start"}),
+        ({"rl": "dpo", "rl_adapter_ref_model": True}, {"preference.reference": "base"}),
+        ({"rl": "orpo", "rl_adapter_ref_model": True}, {"train.objective": "orpo", "preference.reference": "auto"}),
     ],
     ids=lambda value: "-".join(map(str, value)) if "rl" in value else None,
 )  # fmt: skip
@@ -423,6 +427,9 @@ def test_a_plain_mlx_lm_config(translate):
         ({"report_to": "WandB"}, None, {"run.track": ["wandb"]}),
         ({"adapter_path": "out", "seed": 3, "resume_adapter_file": "old/adapters.safetensors"}, None,
          {"run.dir": "out", "run.seed": 3, "adapter.init_from": "old"}),
+        # The adapter says which layers it has, whatever the default of mlx-lm is.
+        ({"num_layers": None, "resume_adapter_file": "old/adapters.safetensors"}, None,
+         {"adapter.init_from": "old", "adapter.layers": "all"}),
         ({"hf_dataset": {"path": "o/n", "train_split": "train", "valid_split": "test", "prompt_feature": "q",
                          "completion_feature": "a", "config": {"name": "main"}}}, None,
          {"data.train": [{"path": "o/n", "subset": "main", "split": "train",

@@ -242,6 +242,10 @@ def test_what_is_not_here_is_named(translate, trainer, more, named):
         ("TRL", {"loss_type": "hinge", "cpo_alpha": 1.0}, "loss_type: got 'hinge', of cpo, only sigmoid"),
         ("TRL", {"loss_type": "sigmoid", "beta": 0}, "preference.beta: got 0"),
         ("TRL", {"rloo_k": 4}, "rloo_k: got 4, it belongs to ppo, an older rloo"),
+        ("TRL", {"lmbda": 1.0}, "teacher_model_name_or_path: got null, must be a hub id or a directory"),
+        ("TRL", {"lmbda": 0.5, "teacher_model_name_or_path": "t"}, "lmbda: got 0.5, with an lmbda of 0.5 GKD"),
+        ("TRL", {"seq_kd": True, "teacher_model_name_or_path": "t"}, "seq_kd: got true, the answers of a teacher are"),
+        ("TRL", {"reward_funcs": "f", "teacher_model_name_or_path": "t"}, "reward_funcs: got 'f', it belongs to grpo"),
         (
             "TRL",
             {"loss_type": "rloo"},
@@ -332,6 +336,33 @@ def test_the_command_offers_every_trainer():
 
     choice = next(parameter.type for parameter in import_.params if parameter.name == "trainer")
     assert list(choice.choices) == list(TRAINERS)
+
+
+@pytest.mark.parametrize(
+    ("more", "ours", "left"),
+    [
+        ({"max_completion_length": 64, "per_device_train_batch_size": 4, "min_p": 0.1},
+         {"train.objective": "on_policy_distill", "distill.divergence": "reverse_kl", "distill.temperature": 1.0,
+          "rollouts.max_tokens": 64, "rollouts.samples": 1, "train.documents_per_step": 4, "data.format": "prompt",
+          "adapter.dropout": 0.0, "train.learning_rate": 1e-6}, {"min_p"}),
+        ({"beta": 0.0, "temperature": 2.0, "teacher_model_revision": "r"},
+         {"distill.divergence": "jsd", "distill.beta": 0.0, "distill.temperature": 2.0, "rollouts.temperature": 2.0,
+          "rollouts.max_tokens": 512}, {"teacher_model_revision"}),
+        ({"lmbda": 1.0},
+         {"train.objective": "on_policy_distill", "distill.divergence": "jsd", "distill.beta": 0.5,
+          "distill.temperature": 1.0, "rollouts.temperature": 0.9, "rollouts.max_tokens": 128,
+          "train.learning_rate": 2e-5}, set()),
+        ({"lmbda": 0, "beta": 1.0, "lora_dropout": 0.1},
+         {"train.objective": "distill", "distill.divergence": "reverse_kl", "data.loss_on": "last",
+          "adapter.dropout": 0.0, "train.documents_per_step": 8}, set()),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_distillation_of_trl(translate, more, ours, left):
+    """Its stable trainer draws every answer; in GKD's, temperature is that of drawing alone."""
+    values, imported = translate("TRL", {"teacher_model_name_or_path": "a/teacher", **more})
+    assert ours.items() <= values.items() and values["distill.teacher"] == "a/teacher"
+    assert {*lost(imported)} - {"lora_target_modules"} == left
 
 
 def test_training_on_samples_of_trl_and_of_those_who_follow_it(translate):

@@ -227,6 +227,7 @@ def test_impossible_pairs_are_refused(data: str, train: str, message: str) -> No
         ("adapter: {init: normal, init_from: x}", "adapter.init: got normal, but adapter.init_from gives the start"),
         ("adapter: {method: full, dropout: 0}", "adapter.dropout: got 0.0, but adapter.method: full has no adapter"),
         ("adapter: {method: full, targets: [a, b]}", "adapter.targets: got a, b, but adapter.method: full has no"),
+        ("adapter: {method: full, experts: true}", "adapter.experts: got true, but adapter.method: full has no"),
         (
             "adapter: {method: full, init_from: x}",
             "adapter.init_from: got 'x', but adapter.method: full has",

@@ -1,4 +1,4 @@
-"""What is wrong with the shell commands that pages and tables name: of dualtune, of make, and files of Python."""
+"""What is wrong with the shell commands that pages and tables name: of dualtune, make, PyTest, and our own scripts."""
 
 import re
 import shlex
@@ -13,11 +13,12 @@ from dualtune.cli.suggest import CommandWithOthers, with_keys_as_set
 from dualtune.config.schema import sections
 
 OURS = {f"{section}.{key}" for section, model in sections().items() for key in model.model_fields}
+OWN = r"(scripts|examples|benchmarks|tests)/[\w/]+\.py$"  # files that are run by Python
 TARGETS = set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
 
 
 def shell_problems(text: str) -> list[str]:
-    """What is wrong with the commands of a shell block: of dualtune, of make, and Python files that do not exist."""
+    """What is wrong with the commands of a shell block: of dualtune, make, PyTest, and Python files of ours."""
     found = []
     for words in commands_in(text):
         problem = None
@@ -28,8 +29,10 @@ def shell_problems(text: str) -> list[str]:
                 word for word in words[1:] if "=" not in word and not word.startswith("-") and word not in TARGETS
             ]
             problem = f"no target {unknown}" if unknown else None
-        elif words[0].startswith("python") and len(words) > 1 and re.match(r"(scripts|examples|benchmarks)/", words[1]):
-            problem = None if (ROOT / words[1]).exists() else "no such file"
+        elif "pytest" in words[:3]:
+            problem = problem_of_tests(words)
+        elif Path(words[0]).name.startswith("python") and re.match(OWN, (words[1:2] or [""])[0]):
+            problem = problem_of_script(ROOT / words[1], words[2:])
         if problem:
             found.append(f"{' '.join(words)}: {problem}")
     return found
@@ -73,6 +76,31 @@ def problem_of_command(words: list[str]) -> str | None:
             command = inner
     except click.UsageError as error:
         return error.format_message()
+
+
+def problem_of_tests(words: list[str]) -> str | None:
+    """What PyTest does not find: a file, a folder, or a test in a file."""
+    for place, _, name in (word.partition("::") for word in words if word.startswith("tests/")):
+        if not (path := ROOT / place).exists():
+            return f"no {place}"
+        if name and not re.search(
+            rf"^def {re.escape(name.partition('[')[0])}\(", path.read_text(encoding="utf-8"), re.M
+        ):
+            return f"no {name} in {place}"
+    return None
+
+
+def problem_of_script(script: Path, words: list[str]) -> str | None:
+    """What a script does not know: itself, or an option, which it or a module beside it names."""
+    if not script.exists():
+        return "no such file"
+    text = script.read_text(encoding="utf-8")
+    for module in re.findall(r"^(?:from|import) (\w+)", text, re.M):
+        beside = script.with_name(f"{module}.py")
+        text += beside.read_text(encoding="utf-8") if beside.exists() else ""
+    options = [word.strip("[]").partition("=")[0] for word in words if word.strip("[").startswith("--")]
+    unknown = [option for option in options if not re.search(rf"{option}\b", text)]
+    return f"no option {unknown}" if unknown else None
 
 
 def _refused(param: click.Parameter, values: dict, context: click.Context) -> str | None:

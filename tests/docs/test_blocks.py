@@ -106,7 +106,7 @@ def test_blocks_are_right(page, tmp_path):
 def test_commands_in_the_text_exist(page):
     lines = []
     prose(page.read_text(encoding="utf-8"), lambda line: lines.append(line) or line)
-    named = re.findall(r"`(dualtune [a-z][^`]*)`", "\n".join(lines))
+    named = re.findall(r"`((?:dualtune [a-z]|(?:\.venv/bin/python -m )?pytest |python \w+/)[^`]*)`", "\n".join(lines))
     assert [problem for text in named for problem in shell_problems(text)] == []
 
 
@@ -121,6 +121,9 @@ def test_commands_in_the_text_exist(page):
         ("sh", "dualtune check-config a.yaml b.yaml"),
         ("sh", "make no-such-target"),
         ("sh", "python scripts/no_such.py"),
+        ("sh", "python benchmarks/quality.py --no-such-option"),
+        ("sh", "pytest tests/docs tests/no_such.py"),
+        ("sh", ".venv/bin/python -m pytest tests/test_docs.py::test_no_such"),
         ("sh", "echo 'not closed"),
         ("yaml", "train: {stepz: 3}"),
         ("yaml", "train: {steps: 3}\nno_such_section: {}"),

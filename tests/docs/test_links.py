@@ -39,6 +39,18 @@ def test_links_are_found_and_judged(tmp_path):
     assert [problem_of(link, page) for link in ("#what-is-trained", "hooks.md#order", "decisions")] == [None] * 3
 
 
+def test_the_source_distribution_has_what_its_pages_link_to():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    included = {name.strip("/") for name in project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]}
+    linked = [
+        (page.parent / link.partition("#")[0]).resolve().relative_to(ROOT).parts
+        for page in PAGES
+        for link in links(page.read_text(encoding="utf-8"))
+        if not link.startswith((*FOREIGN, "#"))
+    ]
+    assert {parts[0] for parts in linked if parts} - included == set()
+
+
 def test_every_page_is_in_the_navigation_once():
     """The decisions are listed on their own page."""
     config = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]

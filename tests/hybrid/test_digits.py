@@ -154,6 +154,20 @@ def test_a_prediction_after_which_a_loss_is_nan_is_undone_to_the_bit(data):
     assert not any(np.array_equal(places[1][2][slot], entry[0][2][slot]) for slot in ("m", "v"))
 
 
+def test_a_divergence_is_an_undone_prediction_or_the_loss_of_an_ordinary_step(data):
+    """The preset at the tuned rate, with three of its five seeds: what hybrid_claims.md says of the divergences."""
+    runs = [Run(data, module.ARMS["conservative"], module.STEPS, seed, module.CASES["tuned"]) for seed in (2, 3, 5)]
+    ordinary = []
+    for run in runs:
+        for *_, outcome, _ in run.steps():
+            critical = [event for event in outcome.events if event.details.get("level") == "critical"]
+            if run.policy.last_result().phase == "full" and "prediction_undone" not in str(outcome.events):
+                ordinary += [event.details["signal"] for event in critical]
+    counts = [run.policy.statistics().counts for run in runs]
+    assert sum(each.divergences for each in counts) == len(ordinary) + sum(each.undone for each in counts)
+    assert set(ordinary) == {"loss above its band"} and any(each.undone for each in counts)
+
+
 def test_steps_follow_the_order_and_the_schedule_of_every_run(data):
     run = Run(data, SHORT)
     step = run.step

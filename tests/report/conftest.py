@@ -27,8 +27,8 @@ def train(tiny_softmax, open_backend, tmp_path_factory):
     (home / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def train_(name, **changes):
-        settings = SETTINGS | {key.replace("__", "."): value for key, value in changes.items()}
-        settings |= {"model.name": tiny_softmax, "data.train": home / "train.jsonl", "run.dir": home / name}
+        settings = SETTINGS | {"model.name": tiny_softmax, "data.train": home / "train.jsonl", "run.dir": home / name}
+        settings |= {key.replace("__", "."): value for key, value in changes.items()}
         lines = [f"{key}={json.dumps(value, default=str)}" for key, value in settings.items()]
         return run(parse_config("model: {}", overrides=lines), open_backend("numpy")).run_dir
 

@@ -42,6 +42,18 @@ def test_no_run_is_the_best_of_those_with_different_held_out_documents(train):
     assert 'class="around"' not in apart and "the best has" not in apart and "<svg viewBox" in apart
 
 
+def test_no_run_is_the_best_of_those_with_different_losses(train, write_rows):
+    """Each β of DPO has a scale of its own; the share of pairs in the right order has one for all."""
+    rows = [{"prompt": f"{n}?", "chosen": f"{2 * n}", "rejected": f"{2 * n + 1}"} for n in range(16)]
+    pairs = {"data__train": write_rows(rows, "pairs.jsonl"), "train__objective": "dpo", "train__steps": 8}
+    runs = [train(f"beta-{beta}", preference__beta=beta, **pairs) for beta in (0.1, 0.5)]
+    page = run_page(runs)
+    assert 'class="mark">best<' not in page and "The runs minimize different losses" in page
+    assert "pairs in order" in page
+    same = run_page([runs[0], train("rank-1", preference__beta=0.1, adapter__rank=1, **pairs)])
+    assert same.count('class="mark">best<') == 1
+
+
 def test_a_directory_of_runs_stands_for_all_of_them(copy, dualtune_main, tmp_path, wording):
     shutil.copytree(copy, tmp_path / "sweep" / "a")
     shutil.copytree(copy, tmp_path / "sweep" / "b")

@@ -12,7 +12,7 @@ from dualtune.config import load_config
 from dualtune.engine.backend import SharedBase
 from dualtune.show.run import run
 from dualtune.train.state import lock
-from dualtune.train.sweep.sweep import Attempts, SweepTrial
+from dualtune.train.sweep.sweep import Attempts, CheckedTrial, SweepTrial, why_not_comparable
 from dualtune.train.sweep.values import Choices, Range, sampler
 
 pytestmark = pytest.mark.covering(1)
@@ -209,7 +209,8 @@ def test_a_wrong_value_is_found_before_anything_is_trained(sweep, home):
         (["--set", "adapter.rank=4,8", "--halving", "--trials", "3"], "Leave one out"),
         (["--set", "train.steps=4,8", "--halving"], "have 4 to 8 steps"),
         (["--set", "run.eval_every=2,4", "--halving"], "run.eval_every must be the same"),
-        (["--set", "data.eval=0.25,0.5", "--halving"], "these have different rows or tokens"),
+        (["--set", "data.eval=0.25,0.5", "--halving"], "they have different held-out rows or tokens"),
+        (["--set", "data.eval=0.25,0.5", "--trials", "2"], "they have different held-out rows or tokens"),
         (["--trials", "3"], None),
     ],
 )
@@ -256,6 +257,20 @@ def test_without_held_out_rows_the_training_loss_counts(sweep):
 def test_losses_of_different_held_out_rows_are_not_compared(sweep):
     result = sweep("--set", "data.eval=0.25,0.5")
     assert "no run is called best" in result.stdout and "best        " not in result.stdout
+
+
+def test_losses_of_different_objectives_are_not_compared(make_config, tmp_path):
+    """Each β of DPO has a scale of its own. What is trained otherwise to the same evaluation is compared."""
+
+    def reason(*changes):
+        trials = [SweepTrial(str(n), {}, make_config("x.jsonl", own)) for n, own in enumerate(changes)]
+        return why_not_comparable([CheckedTrial(trial, 8, True, "the same", []) for trial in trials])
+
+    dpo, taught = {"train.objective": "dpo"}, {"train.objective": "distill", "distill.distributions": "x"}
+    for changes in (dpo | {"preference.beta": 0.5}, dpo | {"preference.loss": "ipo"}, {"train.objective": "orpo"}, {}):
+        assert "their losses are different" in reason(dpo, changes)
+    assert reason(dpo, dpo | {"train.learning_rate": 1e-5}) is None
+    assert reason({}, {"train.label_smoothing": 0.1}, taught) is None
 
 
 def test_halving_trains_the_best_to_the_end_bitwise_as_if_alone(sweep, home, config_file, open_backend, tmp_path):

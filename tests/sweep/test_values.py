@@ -110,5 +110,14 @@ def test_the_default_grid_of_full_training_is_a_tenth_and_sgd_has_none(make_conf
         {"model": {"name": "m"}, "data": {"train": "x"}, "adapter": {"method": "full"}, "run": {"dir": "r"}}
     )
     assert default_rates(full, {"model_type": "mistral"}).values == (2e-5, 5e-5, 2e-4)
-    with pytest.raises(ConfigError, match="is for AdamW"):
+    with pytest.raises(ConfigError, match=r"no rate is known to be usual with train\.optimizer: sgd"):
         default_rates(make_config("x.jsonl", {"train.optimizer": "sgd"}), {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "centre"),
+    [({"train.objective": "dpo"}, 5e-5), ({"train.optimizer": "lion"}, 1e-4), ({"adapter.init": "pissa"}, 1e-4)],
+)
+def test_the_default_grid_lies_around_what_is_usual(make_config, changes, centre):
+    """At the rate of SFT, DPO makes both answers improbable."""
+    assert default_rates(make_config("x.jsonl", changes), {"model_type": "mistral"}).values[1] == centre

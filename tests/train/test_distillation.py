@@ -190,7 +190,12 @@ def test_keys_that_contradict_each_other(lines, key):
 
 
 @on_numpy
-@pytest.mark.parametrize("settings", [{}, JSD, SOFT, JSD | {"distill__beta": 0.9, "distill__sft_weight": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, JSD, SOFT, *(JSD | {"distill__beta": beta} for beta in (0, 1)),
+     JSD | {"distill__beta": 0.9, "distill__sft_weight": 0.5}],
+    ids=str,
+)  # fmt: skip
 def test_the_gradient_of_a_step_is_that_of_the_divergence(distil, settings):
     """Against finite differences of the evaluation's divergence and loss, over the step's own documents."""
     lab, common = distil
@@ -269,6 +274,29 @@ def test_rows_and_micro_batches_do_not_change_the_run(distil, rows_of, settings)
     for other in others:
         for rows, expected, key in zip(other, first, ("loss", "eval_loss"), strict=True):
             assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected], abs=RESUMED_LOSS)
+
+
+@on_numpy
+def test_what_a_person_sees_of_a_run(distil, rows_of):
+    lab, settings = distil
+    run_dir = lab.run(**settings).run_dir
+    last = rows_of(run_dir)[1][-1]["eval_divergence"]
+    assert f"divergence {last:.4f}" in (run_dir / "log.txt").read_text()
+    assert "divergence from the teacher, the last evaluation" in (run_dir / "report.html").read_text()
+
+
+@pytest.mark.parametrize("lab", ["torch"], indirect=True)
+def test_eval_measures_the_divergence_where_the_recording_is(distil, dualtune_main, rows_of):
+    lab, settings = distil
+    result = lab.run(**settings)
+    args = ("eval", result.run_dir / "config.yaml", "--json", "--no-leaks", "--platform", "cpu")
+    report, last = json.loads(dualtune_main(*args).stdout), rows_of(result.run_dir)[1][-1]
+    assert report["divergence"] == pytest.approx(last["eval_divergence"], abs=1e-5)
+    assert report["loss"] == pytest.approx(last["eval_loss"], abs=1e-5)
+    Path(settings["distill__distributions"]).unlink()
+    without = dualtune_main(*args)
+    assert without.returncode == 0 and "divergence" not in json.loads(without.stdout)
+    assert "divergence  not measured: there is no " in without.stderr
 
 
 @pytest.mark.parametrize("settings", [{}, JSD], ids=str)

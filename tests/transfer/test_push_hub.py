@@ -263,6 +263,24 @@ def test_the_card_of_a_preference_run_names_its_objective_and_what_that_uses(ada
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("more", "rows"),
+    [
+        ("adapter: {dropout: 0, merge_for: q4_0}\ntrain: {label_smoothing: 0.1}",
+         ["| `adapter.dropout` | 0 |", "| `adapter.merge_for` | q4_0 |", "| `train.label_smoothing` | 0.1 |"]),
+        ("adapter: {dropout: 0}\ntrain: {objective: grpo}\nrollouts: {rewards: [exact, number], samples: 4}",
+         ["| `adapter.dropout` | 0 |", "| `rollouts.rewards` | exact, number |", "| `rollouts.samples` | 4 |"]),
+        ("", []),
+    ],
+)  # fmt: skip
+def test_a_card_names_what_is_not_the_default(adapter, more, rows):
+    """What a reader cannot know otherwise: how it starts, for which format it is trained, what else is minimized."""
+    config = parse_config(f"model: {{name: m}}\ndata: {{train: t}}\n{more}")
+    card = adapter_card("me/tiny", read_adapter(adapter()), config)
+    keys = ("| `adapter.", "| `train.label", "| `rollouts.")
+    assert [line for line in card.splitlines() if line.startswith(keys)] == rows
+
+
 def test_a_card_of_what_was_not_recorded_invents_nothing(tmp_path):
     tensors = init_adapter({"model.layers.0.self_attn.q_proj": (8, 8)}, 2, seed=0)
     write_adapter(tmp_path / "a", Adapter(AdapterSpec(2, 4, 0.0, ("q_proj",)), tensors, None), layout="peft")

@@ -67,6 +67,25 @@ def test_a_tier_that_did_not_run_is_said_with_its_reason(tool):
     assert "| not run | twin | 10 |  |  |  | 10 MB free, 20 MB needed → short by 10 MB |" in tool.page([report])
 
 
+def test_a_tier_that_failed_says_by_how_much(tool):
+    report = json.loads(json.dumps(tool.results()[0]))
+    report["tiers"] = report["tiers"][:1]
+    row = next(row for row in report["tiers"][0]["criteria"] if row["name"] == "elapsed")
+    row.update(measured=130.0, level="fail", limit=120)
+    report["tiers"][0]["state"] = "failed"
+    assert "| failed: elapsed 2 min 10 s, not < 2 min 00 s |" in tool.page([report])
+
+
+def test_a_recorded_report_has_its_commit(tool, tmp_path, monkeypatch):
+    report = json.loads(json.dumps(tool.results()[0]))
+    (tmp_path / "report.json").write_text(json.dumps(report | {"commit": "none"}))
+    monkeypatch.setattr(tool, "RESULTS", tmp_path)
+    tool.record("here", [tmp_path / "report.json"])
+    [recorded] = tool.results()
+    assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?", recorded["commit"])
+    assert f"{recorded['date']} at {recorded['commit']}, " in tool.page([recorded])
+
+
 def test_every_push_runs_what_ci_runs(workflow):
     assert "push" in workflow["on"]
     job = workflow["jobs"]["cpu"]

@@ -353,9 +353,18 @@ def _preference(file: ForeignFile) -> Settings:
             settings["preference.sft_weight"] = file.note(file.number("rpo_alpha"), "rpo_alpha")
     if file.flag("dpo_use_weighting"):
         file.lose("dpo_use_weighting", "every pair has the same weight")
-    if file.flag("rl_adapter_ref_model"):
-        settings["preference.reference"] = file.note("start", "rl_adapter_ref_model")
-    return settings | preferences.without_dropout(file, "lora_dropout")
+    return settings | _reference(file, objective) | preferences.without_dropout(file, "lora_dropout")
+
+
+def _reference(file: ForeignFile, objective: str) -> Settings:
+    """Translate the switch that loads a reference of its own: the base, with the adapter that the run goes on from."""
+    if not file.flag("rl_adapter_ref_model"):
+        return {}
+    if objective not in ("dpo", "kto"):
+        file.skip("rl_adapter_ref_model", f"{objective} has no reference")
+        return {}
+    is_start = "lora_model_dir" in file
+    return {"preference.reference": file.note("start" if is_start else "base", "rl_adapter_ref_model")}
 
 
 def _batch(file: ForeignFile) -> Settings:
@@ -574,7 +583,7 @@ RULES = (
     translated("tokens", "data.new_tokens", lambda file: listed(file, "tokens", "data.new_tokens"),
                "their rows are trained without lora_modules_to_save"),
     absent("unfrozen_parameters",
-           "only LoRA matrices of linear layers are trained", "adapter.targets"),
+           "modules that are trained whole beside an adapter are named, not matched", "adapter.train_modules"),
     translated("peft_layers_to_transform", "adapter.layers", _layers, "a number, or a list of them"),
     absent("peft_layers_pattern", "the layers are those of the text model", "adapter.layers"),
     translated("lora_rank_pattern", "adapter.rank_pattern", lambda file: module_numbers(file, "lora_rank_pattern"),

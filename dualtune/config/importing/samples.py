@@ -5,7 +5,7 @@ Based on trl/trainer/grpo_config.py and rloo_config.py of TRL 1.16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from dualtune.config.importing.table import ForeignFile, Note, Settings
@@ -100,13 +100,20 @@ def sampled(
         if scale not in _SCALES:
             file.lose(name["scale_rewards"], "an advantage is divided by a deviation or by nothing")
         settings["rollouts.advantage_scale"] = file.note(_SCALES.get(scale, "group"), name["scale_rewards"])
-    for key, reason in LOST.items():
-        if name[key] in file and file.get(name[key]) not in _AS_HERE.get(key, ()):
-            file.lose(name[key], reason)
+    for key, reason in lost_in(file, name):
+        file.lose(key, reason)
     if not is_rloo and file.number(name["beta"]) and file.flag(name["use_bias_correction_kl"]):
         reason = "the gradient of a token's divergence has no part from its ratio; TRL 1.16 adds it unless told not to"
         file.lose(name["use_bias_correction_kl"], reason)
     return settings | {"adapter.dropout": Note(0.0, "samples are drawn without dropout")}
+
+
+def lost_in(file: ForeignFile, names: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
+    """Yield the options of a file that are not so here, with the reasons. `names`: where they are not TRL's."""
+    for key, reason in LOST.items():
+        theirs = (names or {}).get(key, key)
+        if theirs in file and file.get(theirs) not in _AS_HERE.get(key, ()):
+            yield theirs, reason
 
 
 def batch(

@@ -30,6 +30,7 @@ from dualtune.config.importing.table import (
 from dualtune.config.load import MAPPING, BadYaml, load_config, parse_config, read_text, read_yaml
 from dualtune.config.render import entry
 from dualtune.config.schema import sections
+from dualtune.model.targets import ALL_LINEAR
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Write a translated config as text: first what was not translated, then our keys with their origin.
@@ -102,6 +103,10 @@ _MARKS = {  # of each trainer, for the error message
 }  # fmt: skip
 
 
+# Keys of `adapter` that an adapter to go on from decides.
+_OF_THE_START = ("layers", "init", "train_modules", "train_rows")
+
+
 def import_config(
     path: Path, trainer: str | None = None, count_layers: Callable[[str], int | None] = lambda _: None
 ) -> ImportedConfig:
@@ -133,6 +138,11 @@ def import_config(
             settings[key] = Setting(key, note.value, note.comment)
     if (method := settings.get("adapter.method")) and method.value == "full":
         settings.pop("adapter.dropout", None)  # an objective turned off what there is none of
+    if "adapter.init_from" in settings:  # there, too, the adapter says what is trained
+        for key in _OF_THE_START:
+            settings.pop(f"adapter.{key}", None)
+        if (targets := settings.get("adapter.targets")) and targets.value == ALL_LINEAR:
+            del settings["adapter.targets"]
 
     # What no setting and no list mentions by now would be lost in silence.
     result = ImportedConfig(name, str(path), [*settings.values()], file.lost, file.needless)

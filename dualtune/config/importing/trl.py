@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from dualtune.config.importing import arguments, preferences, samples
+from dualtune.config.importing import arguments, preferences, samples, teachers
 from dualtune.config.importing.arguments import (
     EIGHT_BITS,
     LAUNCHED,
@@ -44,12 +44,12 @@ DEFAULTS: dict[str, Any] = arguments.DEFAULTS | {
 }  # fmt: skip
 _ARGS = Arguments()
 _LORA = "lora_r lora_alpha lora_dropout use_rslora"
-_DISTILLATION = "on-policy distillation (here train.objective: on_policy_distill, with distill.teacher)"
+_DISTILLATION = "an older distillation trainer (here train.objective: on_policy_distill, with distill.teacher)"
 # Keys that only trainers of TRL have which are not here.
 _OTHER_TRAINERS = {
     "ppo, an older rloo or another online trainer": "kl_coef num_ppo_epochs rloo_k",
     "reward": "center_rewards_coefficient",
-    _DISTILLATION: "teacher_model_name_or_path lmbda seq_kd use_teacher_server teacher_model_kind distillation_mode",
+    _DISTILLATION: "use_teacher_server teacher_model_kind distillation_mode",
 }
 # The preference trainers: our keys of `preference`, and theirs.
 _PREFERENCES = {
@@ -108,18 +108,23 @@ def _objective(file: ForeignFile) -> Settings:
     for trainer, names in _OTHER_TRAINERS.items():
         for name in names.split():
             if name in file:
-                rule = "which cannot be translated; sft, dpo, kto, grpo and rloo can be"
+                rule = "which cannot be translated; sft, dpo, kto, grpo, rloo and distillation can be"
                 raise file.wrong(name, f"it belongs to {trainer}, {rule}")
-    if not _is_sampled(file):
+    if teachers.is_distilled(file):
+        if _is_sampled(file):
+            raise file.wrong("reward_funcs", "it belongs to grpo or rloo, but the file names a teacher too")
+        teachers.assume_defaults(file)
+    elif not _is_sampled(file):
         for name in (*samples.KEYS.split(), *samples.LOST, *samples.RLOO):
             if name in file and (name not in ("beta", "loss_type") or file.get(name) == "rloo"):
                 raise file.wrong(name, "it belongs to grpo or rloo, but the file names no reward: add reward_funcs")
         if _is_plain_dpo(file):
             file.assume(loss_type="sigmoid")
-    if _compared(file) is None and not _is_sampled(file):
-        _check_sft(file)
-    else:
-        file.assume(learning_rate=1e-6)
+    if not teachers.is_distilled(file):
+        if _compared(file) is None and not _is_sampled(file):
+            _check_sft(file)
+        else:
+            file.assume(learning_rate=1e-6)
     if file.flag("use_peft"):
         return dora(file, "use_dora")
     file.skip_all(f"{_LORA} use_dora lora_target_modules", "without use_peft it has no meaning")
@@ -140,6 +145,8 @@ def _check_sft(file: ForeignFile) -> None:
 
 
 def _preference(file: ForeignFile) -> Settings:
+    if teachers.is_distilled(file):
+        return {}
     if _is_sampled(file):
         prompts = Note("prompt", "other columns of a row reach the functions that name them")
         file.skip_all("disable_dropout", "samples are drawn without dropout")
@@ -279,7 +286,7 @@ def _columns(file: ForeignFile) -> Settings:
 
 
 def _loss_on(file: ForeignFile) -> Settings:
-    if _compared(file) is not None or _is_sampled(file):
+    if _compared(file) is not None or _is_sampled(file) or teachers.is_distilled(file):
         return {}  # the answers
     if file.flag("assistant_only_loss"):
         return {"data.loss_on": file.note("assistant", "assistant_only_loss")}
@@ -317,11 +324,11 @@ def _max_length(file: ForeignFile) -> Settings:
 def _steps(file: ForeignFile) -> Settings:
     if file.flag("packing") and (strategy := file.get("packing_strategy")) not in ("bfd", "bfd_split"):
         file.lose("packing_strategy", "documents of a row do not see each other, and none is split", value=strategy)
-    if _is_sampled(file):
+    draws = teachers.is_distilled(file) and teachers.is_on_policy(file)
+    if draws or _is_sampled(file):
         names = "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"
-        return samples.batch(
-            file, *names, samples.OF_RLOO[names[-1]] if _is_rloo(file) else samples.DEFAULTS[names[-1]]
-        )
+        default = samples.OF_RLOO[names[-1]] if _is_rloo(file) else samples.DEFAULTS[names[-1]]
+        return samples.batch(file, *names, 1 if draws else default)
     return _ARGS.batch(file, "max_length")
 
 
@@ -352,6 +359,11 @@ RULES = (
                "without it a beta, or another key of preference training alone, is `dpo` with sigmoid; "
                "for ORPOTrainer write loss_type: orpo; [sigmoid, sft] is `sigmoid` with an sft_weight; reward_funcs "
                "tells GRPO, whose options are keys of `rollouts`, and for RLOOTrainer write loss_type: rloo"),
+    translated(teachers.KEYS, teachers.OURS, teachers.distilled,
+               "DistillationTrainer is `on_policy_distill`, GKDTrainer too with lmbda: 1; with 0 it is `distill`; a "
+               "beta of 1 is `reverse_kl`, another one `jsd`"),
+    absent(teachers.LOST, "the teacher is loaded as distill.teacher_dtype and distill.teacher_quantization say"),
+    needless("use_fused_linear_loss", "the loss is always computed in pieces"),
     translated("chat_template_path", "data.template", _template, "a Jinja file"),
     translated("chat_template_kwargs", "data.template_variables",
                lambda file: template_variables(file, "chat_template_kwargs"), "for all rows"),

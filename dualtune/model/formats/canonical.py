@@ -74,7 +74,7 @@ def pair_up(halves: Mapping[tuple[str, str], np.ndarray], where: object) -> Pair
         if not (pair.A_rI.ndim == pair.B_Or.ndim == 2):
             raise FormatError(
                 f"{where}: {module}: got shapes {pair.A_rI.shape} and {pair.B_Or.shape}, must be matrices. "
-                "Stacked experts (MoE) are not supported."
+                "Only layers of experts are read as stacks"
             )
         pairs[module] = pair
     return pairs

@@ -11,7 +11,7 @@ from typing import Any
 
 from dualtune.base.fields import number
 from dualtune.base.text import in_time
-from dualtune.show.report.run_files import RunFiles, are_comparable, best_of
+from dualtune.show.report.run_files import RunFiles, best_of, have_same_documents, have_same_loss
 from dualtune.show.report.run_sections import differing, flat, loss_text, median_speed, shown_value
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -153,19 +153,28 @@ def comparison(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """Return the table of the runs."""
     keys, best = differing([run.config for run in runs]), best_of(runs)
     heads = ["run", "verdict", "steps", "loss", "evaluation", "best evaluation", "tokens/s", "time"]
+    shares = [_right_pairs(run) for run in runs]
+    compares = any(share is not None for share in shares)
     columns = zip_longest(*(values for _, values in keys)) if keys else [()] * len(runs)
     rows = [
-        (run.name, dashes_of(index), run is best, [*_numbers(run), *((value, _sortable(value)) for value in values)])
-        for index, (run, values) in enumerate(zip(runs, columns, strict=True))
+        (
+            run.name,
+            dashes_of(index),
+            run is best,
+            [*_numbers(run), *[_share_cell(share)] * compares, *((value, _sortable(value)) for value in values)],
+        )
+        for index, (run, values, share) in enumerate(zip(runs, columns, shares, strict=True))
     ]
-    heads += [key for key, _ in keys]
+    heads += ["pairs in order"] * compares + [key for key, _ in keys]
     return {"heads": heads, "keys": keys, "rows": rows, "criterion": _criterion(runs, best)}
 
 
 def _criterion(runs: Sequence[RunFiles], best: RunFiles | None) -> str:
     """Return the measure by which the runs are compared."""
-    if not are_comparable(runs):
+    if not have_same_documents(runs):
         return "The runs were evaluated on different documents or tokens, so none is called the best."
+    if not have_same_loss(runs):
+        return "The runs minimize different losses, so none is called the best."
     if best is None:
         return ""
     loss_kind = (
@@ -188,6 +197,16 @@ def _numbers(run: RunFiles) -> list[Cell]:
         ("–", None) if speed is None else (f"{speed:,.0f}", speed),
         ("–", None) if seconds is None else (in_time(seconds), seconds),
     ]
+
+
+def _right_pairs(run: RunFiles) -> float | None:
+    """Return the share of held-out pairs in the right order, of the last evaluation; None for a run without."""
+    metrics = run.curves.history.metrics
+    return metrics[-1].get("eval_reward_accuracy") if metrics else None
+
+
+def _share_cell(share: float | None) -> Cell:
+    return ("–", None) if share is None else (f"{share:.1%}", share)
 
 
 def _loss_cell(loss: float | None) -> Cell:

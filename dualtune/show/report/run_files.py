@@ -12,7 +12,7 @@ from dualtune.base.errors import DualtuneError, FormatError
 from dualtune.base.untrusted import open_file, read_json
 from dualtune.config.load import BadYaml, read_yaml
 from dualtune.show.report.curves import Curves, curves_of
-from dualtune.train.health import RunVerdict, Score
+from dualtune.train.health import RunVerdict, Score, scored_loss
 from dualtune.train.profiler.analysis import AgainstPlan, against_plan
 from dualtune.train.profiler.snapshot import read_timeline
 from dualtune.train.state import checkpoint
@@ -168,9 +168,18 @@ def best_of(runs: Sequence[RunFiles]) -> RunFiles | None:
 
 
 def are_comparable(runs: Sequence[RunFiles]) -> bool:
-    """Return whether the scores of the runs that are done are of the same documents, in the same tokens."""
+    """Return whether the scores of the runs that are done are one loss of the same documents, in the same tokens."""
+    return have_same_documents(runs) and have_same_loss(runs)
+
+
+def have_same_documents(runs: Sequence[RunFiles]) -> bool:
     done = [run for run in runs if run.is_done and run.score.step]
     measured = {
         str(run.recorded("fingerprints").get("eval documents")) if run.score.is_held_out else None for run in done
     }
     return len(measured) <= 1
+
+
+def have_same_loss(runs: Sequence[RunFiles]) -> bool:
+    done = [run for run in runs if run.is_done and run.score.step]
+    return len({scored_loss(run.config, held_out=run.score.is_held_out) for run in done}) <= 1

@@ -102,6 +102,15 @@ def sections_of(run: RunFiles) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# What evaluations measure beside the loss: how it is shown, and what it is.
+_OF_ANSWERS = {
+    "eval_reward_accuracy": (".1%", "of held-out pairs in the right order"),
+    "eval_reward_margin": (".3f", "reward margin of the chosen answers"),
+    "eval_kl": (".2f", "nats from the reference, on answers of other rows"),
+    "eval_divergence": (".4f", "divergence from the teacher"),
+}
+
+
 def _tiles(run: RunFiles) -> list[tuple[str, str]]:
     """Return (number, what it is)."""
     curves, history = run.curves, run.curves.history
@@ -115,10 +124,8 @@ def _tiles(run: RunFiles) -> list[tuple[str, str]]:
     if history.eval_loss is not None:
         tiles.append((loss_text(history.eval_loss), "evaluation loss, the last"))
     answers: Mapping[str, float] = history.metrics[-1] if history.metrics else {}
-    if (accuracy := answers.get("eval_reward_accuracy")) is not None:
-        tiles.append((f"{accuracy:.1%}", "of held-out pairs in the right order, the last evaluation"))
-    if (margin := answers.get("eval_reward_margin")) is not None:
-        tiles.append((f"{margin:.3f}", "reward margin of the chosen answers, the last evaluation"))
+    measured = [(answers[name], form, what) for name, (form, what) in _OF_ANSWERS.items() if name in answers]
+    tiles += [(format(number, form), f"{what}, the last evaluation") for number, form, what in measured]
     if shares := history.measured.get(BUSIEST):
         tiles.append((f"{shares[-1]:.0%}", "of a layer's tokens go to its busiest expert, the last step"))
         tiles.append((f"{history.measured[IDLE][-1]:,.0f}", "experts without a token, the last step"))

@@ -77,10 +77,10 @@ class RunLines(Hook):
 
 
 def answers_in_words(metrics: Mapping[str, float]) -> str:
-    """Say what an evaluation found of the answers that are compared; empty for the loss of sft."""
+    """Say what an evaluation measured beside the loss of sft, of answers or of a teacher; empty where it did not."""
     forms = {
         "eval_reward_accuracy": "{:.1%} of pairs in the right order", "eval_reward_margin": "margin {:.3f}",
-        "eval_kl": "KL {:.2f}", "eval_reward": "reward {:.3f}",
+        "eval_kl": "KL {:.2f}", "eval_reward": "reward {:.3f}", "eval_divergence": "divergence {:.4f}",
     }  # fmt: skip
     return ", ".join(form.format(metrics[name]) for name, form in forms.items() if name in metrics)
 

@@ -16,7 +16,7 @@ from dualtune.data.documents import Show
 from dualtune.engine.backend import Backend
 from dualtune.model.base_model import resolve_model
 from dualtune.model.config_file import read_config
-from dualtune.train.health import Score
+from dualtune.train.health import Score, scored_loss
 from dualtune.train.prepare import prepare
 from dualtune.train.state.checkpoint import Checkpoint
 from dualtune.train.state.listing import RunSummary, summary_of
@@ -90,9 +90,13 @@ def _check_same(saved: Checkpoint, config: Config) -> None:
         )
 
 
-def have_same_eval(checked: Sequence[CheckedTrial]) -> bool:
-    """Return whether the evaluation losses of these runs are of the same documents, in the same tokens."""
-    return len({one.eval_documents for one in checked}) == 1
+def why_not_comparable(checked: Sequence[CheckedTrial]) -> str | None:
+    """Return why the losses of these runs do not say which is best; None if they do."""
+    if len({one.eval_documents for one in checked}) > 1:
+        return "they have different held-out rows or tokens"
+    if len({scored_loss(one.trial.config.model_dump(), held_out=one.has_eval) for one in checked}) > 1:
+        return "their losses are different ones (train.objective and its settings)"
+    return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -243,8 +247,6 @@ def check_comparable(checked: Sequence[CheckedTrial]) -> None:
         )
     if len({one.trial.config.run.eval_every for one in checked}) > 1:
         raise ConfigError("--halving: compares runs at the same step, so run.eval_every must be the same in all")
-    if not have_same_eval(checked):
-        raise ConfigError("--halving: compares runs by their held-out rows, and these have different rows or tokens")
 
 
 def _score_at(trial: SweepTrial, step: int) -> Score:
@@ -319,6 +321,9 @@ def check_plan(plan: SweepPlan, backend: Backend, show: Show) -> list[CheckedTri
     checked = [check(trial, backend, show) for trial in plan.trials()]
     if plan.halving:
         check_comparable(checked)
+    if (plan.halving or plan.num_chosen is not None) and (reason := why_not_comparable(checked)):
+        option = "--halving" if plan.halving else "--trials"
+        raise ConfigError(f"{option}: chooses between runs by their losses, but {reason}. Leave {option} out")
     return checked
 
 

@@ -16,6 +16,7 @@ from dualtune.base.errors import ConfigError
 from dualtune.base.versions import import_extra
 from dualtune.config import Config
 from dualtune.config.load import BadYaml, read_yaml
+from dualtune.config.rates import divisor_of_rate
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The learning rates that a sweep tries if it is given no values.
@@ -31,18 +32,21 @@ SPREAD = (1 / 3, 1, 3)
 def default_rates(config: Config, model: Mapping[str, Any]) -> Choices:
     """Return learning rates around the one that is expected to be best. `model`: the base model's config.json.
 
-    Families without a measured power get no correction for their size.
+    Families without a measured power get no correction for their size. What takes a smaller rate than LoRA with the
+    loss of sft (`dualtune.config.rates`) is tried around one. ConfigError where nothing is known of it.
     """
-    if config.train.optimizer == "sgd":
+    if (divisor := divisor_of_rate(config)) is None:
+        train = config.train
         raise ConfigError(
-            "train.learning_rate: the default grid is for AdamW, and train.optimizer is sgd. Give the values to try, "
-            "such as --set train.learning_rate=0.1,0.3,1"
+            "train.learning_rate: no rate is known to be usual with train.optimizer: "
+            f"{train.optimizer} and train.objective: {train.objective}. Give the values to try, such as "
+            "--set train.learning_rate=1e-5,1e-4,1e-3"
         )
     family = str(model.get("model_type", ""))
     power = next((power for name, power in POWERS.items() if family.startswith(name)), 0.0)
     hidden = model.get("hidden_size")
     size = hidden if type(hidden) is int and hidden > 0 else HIDDEN_SIZE
-    centre = BASE_RATE * (HIDDEN_SIZE / size) ** power * (1 if config.adapter.trains_model else LORA_FACTOR)
+    centre = BASE_RATE * LORA_FACTOR * (HIDDEN_SIZE / size) ** power / divisor
     return Choices("train.learning_rate", tuple(float(f"{centre * factor:.0e}") for factor in SPREAD))
 
 
