@@ -207,7 +207,7 @@ class EvalRun:
         with self._phase("evaluating", "evaluated", "the divergence"):
             result = distillation.evaluate(
                 model.engine, documents, self._recovery(model, documents), show=self._shown.update,
-                said=distillation.eval,
+                soft_targets=distillation.eval,
             )  # fmt: skip
         return result.metrics["eval_divergence"]
 
