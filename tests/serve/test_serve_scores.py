@@ -208,7 +208,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
     (ANSWER + b"Transfer-Encoding: chunked\r\n\r\nff\r\n{", "IncompleteRead"),
     (ANSWER + b"Content-Length: 100\r\n\r\n{", "Expecting"),
     (b"SSH-2.0-OpenSSH_9.6\r\n", "SSH"), (b"", "closed connection"),
-    (ANSWER + b"Content-Length: 2\r\n\r\n[]", "no JSON object"), (None, "nothing came for 0.2 s"),
+    (ANSWER + b"Content-Length: 2\r\n\r\n[]", "not a JSON object"), (None, "nothing came for 0.2 s"),
     (..., "after 0.5 s it has sent [1-9][0-9]* bytes, and no end"),
 ])  # fmt: skip
 def test_a_server_that_dies_while_it_answers_or_is_too_slow_is_asked_again_and_then_named(
