@@ -44,7 +44,7 @@ def main() -> None:
 def cases() -> list[tuple[str, str, int]]:
     """Return (size, technique, planned bytes) of all rows."""
     found: list[tuple[str, str, int]] = []
-    for size in ("small", "medium", "1B of 40 layers"):
+    for size in ("small", "medium", "768M", "1B of 40 layers"):
         decoder = validation_results.gpt2(size)
         found += [(size, each, validation_results.total(decoder, ask)) for each, ask in asks().items()]
     return found

@@ -159,7 +159,8 @@ def table(parts: dict[str, Any]) -> str:
     lines = [
         "# What a step uses of a CPU", "",
         "Made by [benchmarks/utilisation.py](../utilisation.py), which says what is measured and how: "
-        f"SmolLM2-135M-Instruct, {DOCUMENTS_PER_STEP} rows a step, one thread.", "",
+        f"SmolLM2-135M-Instruct, {DOCUMENTS_PER_STEP} rows a step, one thread. Shares are comparable between days; "
+        "tokens/s are not, because the machines were not one.", "",
         HEAD, "|---" * HEAD.count(" | ") + "|---|", *(row(name, part) for name, part in parts.items()), "",
         "Where the seconds of a step are:", "",
     ]  # fmt: skip

@@ -50,6 +50,14 @@ def usual_rate(config: Config) -> UsualRate | None:
     return UsualRate(float(f"{rate:.1g}"), tuple(why for _, why in divisors if why))
 
 
+def with_usual_rate(config: Config) -> Config:
+    """Return the config with the usual learning rate, if it names none and one is known."""
+    usual = None if "learning_rate" in config.train.model_fields_set else usual_rate(config)
+    if usual is None:
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"learning_rate": usual.rate})})
+
+
 def divisor_of_rate(config: Config) -> int | None:
     """Return what divides the rate of LoRA on plain targets. None as for `usual_rate`."""
     divisors = _divisors(config)

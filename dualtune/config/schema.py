@@ -152,7 +152,8 @@ class TrainConfig(Section):
     micro_batch_tokens: Literal["auto"] | Count = "auto"
     """How many tokens go through the model at once; this changes memory and speed, but not the result."""
     learning_rate: Positive = 2.0e-4
-    """The peak learning rate."""
+    """The peak learning rate; where it is not set, it is less for whole models, comparisons of answers, rewards, lion,
+    pissa and olora."""
     schedule: Literal["constant", "linear", "cosine", "schedule_free"] = "cosine"
     """How the learning rate changes after the warm-up; schedule_free keeps it, and the result is an average that AdamW
     trains along with the weights."""

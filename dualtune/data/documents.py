@@ -412,6 +412,13 @@ class Documents:
         return {reason: self._states[state] for state, reason in REASONS.items() if self._states[state]}
 
     @property
+    def shortest_without_target(self) -> int:
+        """The number of tokens of the shortest row that has targets, but none within max_length; 0 if there is none."""
+        indices = (store.index[entries] for store, entries in zip(self.stores, self._entries, strict=True))
+        lengths = [index["row_length"][index["state"] == State.TOO_LONG] for index in indices]
+        return min((int(each.min()) for each in lengths if each.size), default=0)
+
+    @property
     def longest(self) -> int:
         return int(self.lengths.max(initial=0))
 

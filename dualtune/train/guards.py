@@ -58,17 +58,19 @@ class Guards:
         self.state.nonfinite_in_a_row = 0
         return self._on_loss(record)
 
-    def check(self) -> None:
-        """Raise NonFiniteError if too many steps in a row were skipped."""
-        if self.state.nonfinite_in_a_row > self._config.nonfinite_limit:
-            had = "had a loss or gradient that is not finite"
-            advice = "Check the data rows listed above, lower train.learning_rate, or use model.dtype: float32"
-            if self._unrewarded:
-                had, advice = "had no reward", "The events reward_failed, above and in metrics.jsonl, say why"
-            raise NonFiniteError(
-                f"{self.state.nonfinite_in_a_row} steps in a row {had}; guards.nonfinite_limit is "
-                f"{self._config.nonfinite_limit}. None of them changed the weights. {advice}"
-            )
+    def check(self, num_steps: int) -> None:
+        """Raise NonFiniteError if too many steps in a row were skipped, or all `num_steps` of the run."""
+        in_a_row, limit = self.state.nonfinite_in_a_row, self._config.nonfinite_limit
+        if in_a_row <= limit and in_a_row < num_steps:
+            return
+        had = "had a loss or gradient that is not finite"
+        advice = "Check the data rows listed above, lower train.learning_rate, or use model.dtype: float32"
+        if self._unrewarded:
+            had, advice = "had no reward", "The events reward_failed, above and in metrics.jsonl, say why"
+        which = f"{in_a_row} steps in a row {had}; guards.nonfinite_limit is {limit}"
+        if in_a_row == num_steps:
+            which = f"all {num_steps} steps of the run {had}"
+        raise NonFiniteError(f"{which}. None of them changed the weights. {advice}")
 
     def on_eval(self, record: EvalRecord) -> bool:
         """Record an evaluation, and return whether it is the best so far. The base model's (step 0) does not count."""

@@ -291,11 +291,13 @@ def _check_steps(config: Config, num_steps: int) -> None:
 def _check_targets(config: Config, *parts: Documents) -> None:
     for documents in parts:
         if documents.num_rows and not len(documents):
-            raise DataError(
-                f"{', '.join(documents.names)}: no targets: 0 of {documents.num_rows} rows have a target "
-                f"within data.max_length = {config.data.max_length}. "
-                "Raise data.max_length, or check data.loss_on and data.template."
-            )
+            total = documents.num_rows
+            reasons = ", ".join(f"{number} of {total} rows have {why}" for why, number in documents.dropped.items())
+            shortest = documents.shortest_without_target
+            advice = "Check data.loss_on and data.template"
+            if shortest:
+                advice = f"Raise data.max_length = {config.data.max_length}: the shortest of them has {shortest} tokens"
+            raise DataError(f"{', '.join(documents.names)}: no targets: {reasons}. {advice}.")
 
 
 def _resumed(

@@ -337,7 +337,7 @@ def _pass_to_guards(job: Job, step: int, record: StepRecord | None) -> int:
     if record is not None:
         if event := job.guards.on_step(record):
             job.log.event(event)
-        job.guards.check()
+        job.guards.check(job.num_steps)
     return step if job.guards.spike_step is None else _roll_back(job, step, job.guards.spike_step)
 
 

@@ -184,7 +184,7 @@ def test_eval_without_an_adapter_or_with_too_many(config_file, refused, wording)
         ("a.jsonl", '{"q": "a"}\n', "{file}:1: no known format has the keys q. Known: "),
         ("a.jsonl", '{"text": "a"}\n{"txt": "b"}\n', "{file}:2: has no 'text'; its keys are: txt\n1 of 2 rows "),
         ("a.jsonl", json.dumps({"prompt": "x" * 99, "completion": "y"}) + "\n",
-         "{file}: no targets: 0 of 1 rows have a target within data.max_length = 64. "),
+         "{file}: no targets: 1 of 1 rows have no trainable token within max_length. "),
     ],
 )  # fmt: skip
 def test_unusable_data_is_named_with_its_line(config_file, refused, tmp_path, name, text, message):

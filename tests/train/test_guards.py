@@ -200,10 +200,19 @@ def test_only_steps_in_a_row_count_towards_the_limit(guards_of):
     guards = guards_of(nonfinite_limit=2)
     for step, loss in enumerate([math.nan, math.nan, 2.0, math.nan, math.nan]):
         guards.on_step(step_record(step, loss))
-        guards.check()
+        guards.check(num_steps=5)
     guards.on_step(step_record(6, math.nan))
     with pytest.raises(NonFiniteError, match=r"3 steps in a row .* guards\.nonfinite_limit is 2"):
-        guards.check()
+        guards.check(num_steps=9)
+
+
+def test_a_run_of_which_no_step_changed_the_weights_has_failed(guards_of):
+    guards = guards_of(nonfinite_limit=5)
+    guards.on_step(step_record(1, math.nan))
+    guards.check(num_steps=2)
+    guards.on_step(step_record(2, math.nan))
+    with pytest.raises(NonFiniteError, match=r"^all 2 steps of the run had a loss .* None of them changed"):
+        guards.check(num_steps=2)
 
 
 # --- early stopping and the best evaluation --------------------------------------------------------------------------

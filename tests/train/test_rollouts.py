@@ -271,9 +271,13 @@ def test_a_reward_that_always_fails_ends_the_run_and_says_why(sampling_lab, word
     assert {row["message"] for row in failed} == {
         f"{file}:broken: KeyError: 'no' (4 of 4 answers)", f"{file}:broken: KeyError: 'no' (12 of 12 answers)",
     }  # fmt: skip
-    result = sampling_lab.run("short", **{**options, "train__steps": 2})
+    with pytest.raises(NonFiniteError) as short:
+        sampling_lab.run("short", **{**options, "train__steps": 2})
+    assert not (sampling_lab.tmp_path / "short" / "adapter").exists()
+    file.write_text("def broken(completion):\n    return 1 / (len(completion) % 2)\n")
+    result = sampling_lab.run("half", **options)
     assert result.verdict.word == "rewards failed"
-    wording([str(error.value), str(result.verdict)])
+    wording([str(error.value), str(short.value), str(result.verdict)])
 
 
 def test_equal_groups_are_counted_without_what_has_no_reward():
