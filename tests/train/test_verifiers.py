@@ -219,7 +219,7 @@ def test_a_question_that_continues_nothing_is_a_document_of_its_own(games, game_
 class Scripted(Drawing):
     """Says what a test wants, in the order of its answers."""
 
-    def samples(self, engine, prompts, numbers, held=None):
+    def samples(self, engine, prompts, numbers, caches=None):
         texts = [engine[number[-1]](*number) for number in numbers]
         end = [self.tokenizer.end_id]
         ids = [np.array([*self.tokenizer.encode_batch([text], special=False)[0][0], *end], np.int32) for text in texts]
