@@ -32,7 +32,7 @@ from typing import Any
 import record
 
 from dualtune.config.data_section import SourceConfig
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.cleaning import clean
 from dualtune.data.documents import open_one
 from dualtune.data.similarity import NEAR, Repeats, jaccard, shingles, text_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dualtune.model.eight_bit import BLOCK, CODES, TOP_BYTES, decode, dither, encode, rounded
+from dualtune.model.eight_bit import BLOCK, CODES, decode, dither, encode, rounded
 from dualtune.model.optimizer import OPTIMIZERS, OptimizerSpec
 
 RANGE = 2.0**-15  # of a block's largest value: what is above has its precision
@@ -126,6 +126,6 @@ def test_the_table_has_the_bytes_of_the_codes():
     assert {*CODES} == {*entry.slots}
     codes, tops = zip(*(encode(values_of(slot, 4 * BLOCK), code, 1) for slot, code in CODES.items()), strict=True)
     assert sum(array.nbytes for array in (*codes, *tops)) == entry.bytes_of("w", (4 * BLOCK,))
-    assert tops[0].itemsize == TOP_BYTES
+    assert tops[0].itemsize == 2
     assert OPTIMIZERS["lion_8bit"].bytes_of("w", (4 * BLOCK,)) == entry.bytes_of("w", (4 * BLOCK,)) / 2
     assert OPTIMIZERS["adamw"].bytes_of("w", (1000,)) - entry.bytes_of("w", (1000,)) > 5980

@@ -119,7 +119,7 @@ def test_what_has_no_place_is_refused(base, tmp_path):
     for place, found in ((FilePlace("gone.weight"), "is not there"), (FilePlace("ids"), "is stored as I64")):
         with pytest.raises(ConfigError, match=rf"merge: .*{place.tensor} {found}"):
             write_merged(find_weights(base), tmp_path / "out", {"m": place}, DELTAS.__getitem__, "float32")
-    with pytest.raises(ConfigError, match=r"which is no place for the change \[2, 4\]"):
+    with pytest.raises(ConfigError, match=r"which does not fit the change \[2, 4\]"):
         write_merged(
             find_weights(base), tmp_path / "out", {"v": FilePlace("language_model.half.weight")}, DELTAS.__getitem__,
             "float32",

@@ -57,13 +57,13 @@ class WholeModel(Bound):
         for path in (path for path in arrays if path in trained):
             self._owners[names[path]].append(places[path])
             self.bound[names[path]] = arrays[path]
-        self._made: MadeParameters | None = None
+        self._derived: MadeParameters | None = None
         self._made_owners: dict[str, Owner] = {}
         if base is not None and (other := arrays.keys() - names.keys()):
-            self._made = _made(model, base, other)
-            self.bound |= {name: read_tensor(base.tensors[name]) for name in self._made.tensors - self.bound.keys()}
-            _check(self._made.of(self.bound, self._made.tensors), arrays)
-            self._made_owners = {path: places[path] for path, sources in self._made.sources.items() if sources}
+            self._derived = _derived_parameters(model, base, other)
+            self.bound |= {name: read_tensor(base.tensors[name]) for name in self._derived.tensors - self.bound.keys()}
+            _check(self._derived.of(self.bound, self._derived.tensors), arrays)
+            self._made_owners = {path: places[path] for path, sources in self._derived.sources.items() if sources}
         for path in arrays.keys() - trained - self._made_owners.keys():
             owner, attribute = places[path]
             owner[attribute] = arrays[path].astype(dtype)
@@ -85,7 +85,7 @@ class WholeModel(Bound):
         """Return the names of what the parameters of these modules, and of those inside them, are made of."""
         inside = {id(part) for module in modules for part in module.modules()}
         names = [name for name, owners in self._owners.items() if any(id(owner) in inside for owner, _ in owners)]
-        of_made = {} if self._made is None else self._made.sources
+        of_made = {} if self._derived is None else self._derived.sources
         sources = (of_made[path] for path, (owner, _) in self._made_owners.items() if id(owner) in inside)
         return [*dict.fromkeys((*names, *itertools.chain(*sources)))]
 
@@ -95,8 +95,8 @@ class WholeModel(Bound):
         for name, array in params.items():
             for owner, attribute in self._owners.get(name, ()):
                 owner[attribute] = array
-        if self._made is not None:
-            for path, array in self._made.of(self.bound, params.keys()).items():
+        if self._derived is not None:
+            for path, array in self._derived.of(self.bound, params.keys()).items():
                 owner, attribute = self._made_owners[path]
                 owner[attribute] = array
 
@@ -125,7 +125,7 @@ def _stacks(model: nn.Module, base: BaseWeights, paths: Collection[str]) -> dict
     return stacks
 
 
-def _made(model: nn.Module, base: BaseWeights, paths: Collection[str]) -> MadeParameters:
+def _derived_parameters(model: nn.Module, base: BaseWeights, paths: Collection[str]) -> MadeParameters:
     """Return what makes these parameters of the tensors of the files, but for constants."""
     parameters = MadeParameters(model, base, paths)
     if parameters.unknown:

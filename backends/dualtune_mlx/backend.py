@@ -44,6 +44,8 @@ def _machine_bytes() -> int:
 
 
 class MlxBackend:
+    """See `dualtune.engine.backend.Backend`."""
+
     name = CARD.name
     # For `dualtune.engine.kernels`.
     linear_shapes = staticmethod(layer.linear_shapes)

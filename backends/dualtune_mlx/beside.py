@@ -105,12 +105,15 @@ class TrainedBeside:
 
     parts: dict[str, Trained] = field(default_factory=dict[str, Trained])
     ids: tuple[int, ...] = ()
-    start: Mapping[str, mx.array] = field(default_factory=dict[str, mx.array])  # the numbers of the base
+    start: dict[str, mx.array] = field(default_factory=dict[str, mx.array])  # the numbers of the base
     tensors: dict[str, list[str]] = field(default_factory=dict[str, list[str]])  # of the base's files, which they are
 
     @property
     def modules(self) -> list[nn.Module]:
         return [module for part in self.parts.values() for module in part.modules]
+
+    def add(self, name: str, part: Trained, start: mx.array, tensors: list[str]) -> None:
+        self.parts[name], self.start[name], self.tensors[name] = part, start, tensors
 
     def neutral(self) -> Tensors:
         return {name: np.array(values.astype(mx.float32)) for name, values in self.start.items()}
@@ -132,9 +135,9 @@ class TrainedBeside:
 def train_beside(
     model: nn.Module, beside: BesideAdapter, base: BaseWeights | None, adapted: Mapping[str, nn.Module]
 ) -> TrainedBeside:
-    """Say what is trained, and wrap tables with trained rows. `adapted`: the layers by canonical path.
+    """Return what is trained beside an adapter, and wrap tables with trained rows.
 
-    ConfigError for what cannot be trained.
+    `adapted`: the layers by canonical path. ConfigError for what cannot be trained.
     """
     trained = TrainedBeside(ids=beside.rows)
     if not beside:
@@ -145,20 +148,19 @@ def train_beside(
     tied = {TIED_HEAD: names[f"{embedding}.weight"]} if head is None and f"{embedding}.weight" in names else {}
     # Files may hold an output head that the config ties: a merge would leave it as it was.
     copies = {of: [alias] for alias, of in tied.items() if base and alias in base.tensors}
-    start: dict[str, mx.array] = {}
-
-    def found(name: str, canonical: str, part: Trained, values: mx.array, path: str) -> None:
-        trained.parts[name], start[name] = part, values
-        trained.tensors[name] = [*([stored[path]] if path in stored else []), *copies.get(canonical, ())]
-
     paths = {names[path]: path for path in _parameters(model) if path in names}
     modules = dict(model.named_modules())
+
+    def tensors_of(path: str, canonical: str) -> list[str]:
+        return [*([stored[path]] if path in stored else []), *copies.get(canonical, ())]
+
     chosen = trained_parameters(beside, [*paths, *tied], adapted)
     for canonical in dict.fromkeys(tied.get(name, name) for name in chosen):
-        module_path, _, key = paths[canonical].rpartition(".")
+        path = paths[canonical]
+        module_path, _, key = path.rpartition(".")
         module = cast(nn.Module, modules[module_path])
-        values = cast(mx.array, module[key])
-        found(parameter_name(canonical), canonical, Trained((module,), _binding(module, key)), values, paths[canonical])
+        part = Trained((module,), _binding(module, key))
+        trained.add(parameter_name(canonical), part, cast(mx.array, module[key]), tensors_of(path, canonical))
     # The bias of an adapted layer is inside of it, and of a packed one too.
     inside: dict[str, Any] = {f"{path}.bias": layer.base for path, layer in adapted.items() if layer.count is None}
     inside = {name: layer for name, layer in inside.items() if "bias" in layer}
@@ -168,33 +170,46 @@ def train_beside(
         else:
             path = paths[canonical]
             module, tensors = modules[path.rpartition(".")[0]], [stored[path]] if path in stored else []
-        name = parameter_name(canonical)
-        trained.parts[name], trained.tensors[name] = Trained((module,), _binding(module, "bias")), tensors
-        start[name] = cast(mx.array, module["bias"])
-    if beside.rows and embedding is None:
+        part = Trained((module,), _binding(module, "bias"))
+        trained.add(parameter_name(canonical), part, cast(mx.array, module["bias"]), tensors)
+    if beside.rows:
+        _add_rows(trained, model, beside, names, tensors_of)
+    mx.eval(trained.start)
+    return trained
+
+
+def _add_rows(
+    trained: TrainedBeside, model: nn.Module, beside: BesideAdapter, names: Mapping[str, str],
+    tensors_of: Callable[[str, str], list[str]],
+) -> None:  # fmt: skip
+    """Train rows of the embedding and the output head. ConfigError if the model does not have them as such.
+
+    `names`: the canonical names of parameters by path. `tensors_of`: those of the files, by path and canonical name.
+    """
+    embedding, head = _tables(model)
+    if embedding is None:
         raise ConfigError("adapter.train_rows: the embedding of this model was not found. Use the other backend")
+    modules = dict(model.named_modules())
     weights = {path: f"{path}.weight" for path in (embedding, head) if path}
     tables = {names.get(weight, weight).removesuffix(".weight"): path for path, weight in weights.items()}
     sizes = [Table(name, cast(Any, modules[path]).weight.shape[0]) for name, path in tables.items()]
     whole = [name.removeprefix(parameter_name("")).removesuffix(".weight") for name in trained.parts]
     wrappers: list[tuple[str, nn.Module]] = []
-    for canonical in trained_rows(beside, sizes[0], sizes[1] if head else None, whole) if beside.rows else ():
+    for canonical in trained_rows(beside, sizes[0], sizes[1] if head else None, whole):
         path = tables[canonical]
         table = cast(nn.Module, modules[path])
         if path == head and not isinstance(table, HEADS):
             raise ConfigError(
-                f"adapter.train_rows: the output head of this model ({canonical}) has an adapter, or is no plain "
+                f"adapter.train_rows: the output head of this model ({canonical}) has an adapter, or is not a plain "
                 "linear layer. Take it out of adapter.targets"
             )
         rows = Rows(beside.rows)
         wrapper = (RowsHead if path == head else RowsEmbedding)(table, rows)
         wrappers.append((path, wrapper))
         part = Trained((wrapper,), lambda values, rows=rows: setattr(rows, "values_nH", values))
-        found(rows_name(canonical), f"{canonical}.weight", part, _rows_of(table, rows.ids_n), f"{path}.weight")
+        tensors = tensors_of(f"{path}.weight", f"{canonical}.weight")
+        trained.add(rows_name(canonical), part, _rows_of(table, rows.ids_n), tensors)
     model.update_modules(tree_unflatten(wrappers))
-    mx.eval(start)
-    trained.start = start
-    return trained
 
 
 def _binding(module: nn.Module, key: str) -> Callable[[mx.array], None]:

@@ -25,7 +25,7 @@ PROBE = 4  # tokens to test whether the layers of a model can be recomputed
 
 
 class Recomputation:
-    """The decoder layers of a model, of which some are recomputed. Only the classes of the layers change."""
+    """The decoder layers of a model, some of them recomputed. Only the classes of the layers change."""
 
     def __init__(self, model: nn.Module, adapter: AdaptedLayers | WholeModel) -> None:
         self._model = model

@@ -24,8 +24,8 @@ from dualtune.engine.memory.counted import (
     Counted,
     CountedLayer,
     CountedLinear,
-    Kept,
     Matrices,
+    SavedTensors,
     uncountable,
     variant,
 )
@@ -95,7 +95,7 @@ def heads_of(model: nn.Module, layers: Sequence[nn.Module]) -> Heads | None:
     segments = mx.array([[i for i, length in enumerate(LENGTHS, start=1) for _ in range(length)]])
     positions = mx.array([[i for length in LENGTHS for i in range(length)]])
     try:
-        with _told(layers, noted):
+        with _watched(layers, noted):
             model(mx.zeros(segments.shape, mx.int32), cache=packed_cache(model, segments, positions))
     except UNREADABLE:
         return None
@@ -107,11 +107,11 @@ def heads_of(model: nn.Module, layers: Sequence[nn.Module]) -> Heads | None:
 
 
 @contextlib.contextmanager
-def _told(layers: Sequence[nn.Module], noted: _Noted) -> Iterator[None]:
-    """Let each layer say that it computes."""
+def _watched(layers: Sequence[nn.Module], noted: _Noted) -> Iterator[None]:
+    """Note which layer computes, in the block."""
     kinds = [type(layer) for layer in layers]
 
-    def tells(kind: type[nn.Module], number: int) -> type[nn.Module]:
+    def watching(kind: type[nn.Module], number: int) -> type[nn.Module]:
         def call(self: nn.Module, *args: Any, **options: Any) -> Any:
             noted.layer = number
             return kind.__call__(self, *args, **options)  # pyright: ignore[reportCallIssue, reportUnknownVariableType]
@@ -120,7 +120,7 @@ def _told(layers: Sequence[nn.Module], noted: _Noted) -> Iterator[None]:
 
     try:
         for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-            layer.__class__ = tells(kind, number)
+            layer.__class__ = watching(kind, number)
         yield
     finally:
         for layer, kind in zip(layers, kinds, strict=True):
@@ -217,7 +217,9 @@ def _layer(
     changes = bool(text.get(SOFT_CAP)) or any(SINKS in module for module in modules.values())
     scores = whole * (CHANGED_SCORES if changes else 1)
     kept_by_variant = {
-        variant(c, code): Kept(c * numbers, c * scores, c * widest, (), (), c * by_document, c * (scores - whole))
+        variant(c, code): SavedTensors(
+            c * numbers, c * scores, c * widest, (), (), c * by_document, c * (scores - whole)
+        )
         for c in (4, 2)
         for code in CODES
     }

@@ -90,49 +90,16 @@ class MlxEngine:
         self._is_full = request.adapter.trains_model
         self._dtype = DTYPES[description["dtype"]]
         whole = WholeModel(model, weights, self._dropout_seeds, self._dtype) if self._is_full else None
-        groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
-        # Layers are named after the files before any is wrapped: wrapping changes the paths of what is inside.
-        paths, routers = adaptable_layers(model), find_routers(model)
-        places = find_places(model, weights, paths) if weights is not None and whole is None else {}
-        names = canonical_names(places)
-        self._paths = {names.get(path, canonical_name(path)): path for path in paths}
-        of_stacks: dict[str, list[FilePlace]] = {}
-        if weights is not None and request.adapter.names_experts:
-            of_stacks = expert_places(model, weights)
-            names |= {path: expert_stack(own_places, role_of(path)) for path, own_places in of_stacks.items()}
-        self._layers: dict[str, AdaptedLayer] = {}
-        if whole is None:
-            self._layers = add_layers(model, request.adapter, self._dropout_seeds, group=groups, names=names)
-        self._places = {names[path]: place for path, place in places.items() if names[path] in self._layers}
-        for path, own_places in of_stacks.items():
-            if names[path] in self._layers:
-                self._places |= dict(zip(members(names[path], len(own_places)), own_places, strict=True))
+        routers = find_routers(model)  # before any layer is wrapped
+        self._layers, self._places, self._paths = _placed_layers(model, request, self._dropout_seeds)
         if resident:
             check_resident(request.adapter.beside)
         self._beside = train_beside(model, request.adapter.beside, weights, self._layers)
-        if weights is not None:
-            check_places(self._layers, {*self._places, *(names[path] for path in of_stacks)}, "mlx-lm")
         for layer in self._layers.values():
             layer.moves = residency is not None
             if layer.reads_base:
                 self._readable(layer).read_base()
-        # What is trained lies in one flat array, which the optimizer updates as a whole or in runs.
-        fresh, start = request.adapter.split(whole.state() if whole else self._initial(request.adapter))
-        stacks = whole.stacks if whole else self._layers
-        shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, stacks)
-        order = sorted(shapes, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else shapes
-        self._layout = FlatLayout({name: shapes[name] for name in order})
-        # A stack of experts is one array for its layer, and those of its experts for the optimizer and in states.
-        self._tensors = FlatLayout(shapes_apart(self._layout.shapes))
-        self.adapter_shapes = request.adapter.state_shapes(self._tensors.shapes)
-        # A start that is kept lies in an array of its own.
-        starts = {name: shape for name, shape in self._layout.shapes.items() if rank_axis(name) and start}
-        self._start_layout, self._start_tensors = FlatLayout(starts), FlatLayout(shapes_apart(starts))
-        self._start = from_numpy(start, self._start_tensors)
-        self._masters = DTYPES[request.adapter.master_weights]
-        self._params = from_numpy(fresh, self._tensors).astype(self._masters)
-        mx.eval(self._params, self._start)
-        del fresh, start
+        self._lay_out(whole)
         self._optimizer = self._optimizer_of(request.optimizer)
         slots = request.optimizer.slot_shapes(self._tensors.shapes)
         self._slot_layouts = {slot: FlatLayout(shapes) for slot, shapes in slots.items()}
@@ -163,21 +130,40 @@ class MlxEngine:
         self._recomputation = streaming or Recomputation(model, self._adapter)
         # MLX compiles functions of arrays alone, so that all state of a step is passed in and returned.
         self._update = self._wrapped_update()
-        self.description = EngineDescription(
+        self.description = self._describe(description)
+        self.set_checkpointing(request.checkpointing)
+
+    def _lay_out(self, whole: WholeModel | None) -> None:
+        """Put what is trained into one flat array, which the optimizer updates as a whole or in runs."""
+        request = self._request
+        fresh, start = request.adapter.split(whole.state() if whole else self._initial(request.adapter))
+        stacks = whole.stacks if whole else self._layers
+        shapes = gathered({name: tensor.shape for name, tensor in fresh.items()}, stacks)
+        order = sorted(shapes, key=request.optimizer.lr_factor) if request.optimizer.lr_factors else shapes
+        self._layout = FlatLayout({name: shapes[name] for name in order})
+        # A stack of experts is one array for its layer, and those of its experts for the optimizer and in states.
+        self._tensors = FlatLayout(shapes_apart(self._layout.shapes))
+        self.adapter_shapes = request.adapter.state_shapes(self._tensors.shapes)
+        # A start that is kept lies in an array of its own.
+        starts = {name: shape for name, shape in self._layout.shapes.items() if rank_axis(name) and start}
+        self._start_layout, self._start_tensors = FlatLayout(starts), FlatLayout(shapes_apart(starts))
+        self._start = from_numpy(start, self._start_tensors)
+        self._masters = DTYPES[request.adapter.master_weights]
+        self._params = from_numpy(fresh, self._tensors).astype(self._masters)
+        mx.eval(self._params, self._start)
+
+    def _describe(self, description: Mapping[str, Any]) -> EngineDescription:
+        adapter, own = self._request.adapter, shapes_of(self._layers)
+        return EngineDescription(
             **description,
-            adapted_modules=None if self._is_full else len(shapes_of(self._layers)),
-            adapted_as=adapted_as(
-                [*(names.get(path, path) for path in paths), *shapes_of(self._layers)],
-                request.adapter.targets,
-                experts=request.adapter.experts,
-            ),
+            adapted_modules=None if self._is_full else len(own),
+            adapted_as=adapted_as([*self._paths, *own], adapter.targets, experts=adapter.experts),
             adapted_weights=None if self._is_full else storage(self._layers.values()),
             trained_beside=None if self._is_full else sizes_of(self.adapter_shapes),
             trainable_parameters=self._params.size,
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             kernels=str(self._kernels),
         )
-        self.set_checkpointing(request.checkpointing)
 
     def set_checkpointing(self, checkpointing: ActivationCheckpointing) -> None:
         """Change which activations are recomputed, from the next micro-batch on. ConfigError if this engine cannot."""
@@ -480,7 +466,7 @@ class MlxEngine:
         """Return what the model computes with, by name.
 
         All at once: otherwise each factor of a product is cast in a kernel, and its gradient in another one. Vectors of
-        an adapter, which are no factors of products, stay float32.
+        an adapter, which are not factors of products, stay float32.
         """
         named = self._layout.named(params.astype(self._dtype))
         if not self._is_full:
@@ -634,6 +620,33 @@ class MlxEngine:
         if self._residency is not None:
             self._residency.bring(layer.base)
         return layer
+
+
+def _placed_layers(
+    model: nn.Module, request: LoadRequest, seeds: DropoutSeeds
+) -> tuple[dict[str, AdaptedLayer], dict[str, FilePlace], dict[str, str]]:
+    """Wrap the adapted layers, named after the base's files; none if the whole model is trained.
+
+    Return them, their places in the files, and the paths of all layers that could be adapted, by name.
+    """
+    if request.adapter.trains_model:
+        return {}, {}, {}
+    # Layers get their names before any is wrapped: wrapping changes the paths of what is inside.
+    weights, paths = request.base_weights(), adaptable_layers(model)
+    places = find_places(model, weights, paths) if weights is not None else {}
+    names = canonical_names(places)
+    path_of = {names.get(path, canonical_name(path)): path for path in paths}
+    of_stacks = expert_places(model, weights) if weights is not None and request.adapter.names_experts else {}
+    names |= {path: expert_stack(own_places, role_of(path)) for path, own_places in of_stacks.items()}
+    groups = request.kernels != "reference" and (request.pieces is None or "lora" in request.pieces)
+    layers = add_layers(model, request.adapter, seeds, group=groups, names=names)
+    placed = {names[path]: place for path, place in places.items() if names[path] in layers}
+    for path, own_places in of_stacks.items():
+        if names[path] in layers:
+            placed |= dict(zip(members(names[path], len(own_places)), own_places, strict=True))
+    if weights is not None:
+        check_places(layers, {*placed, *(names[path] for path in of_stacks)}, "mlx-lm")
+    return layers, placed, path_of
 
 
 def to_numpy(flat: mx.array, layout: FlatLayout) -> Tensors:

@@ -39,7 +39,7 @@ class LoRALayer(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         y = self.base(x)
         u_Mr = self.scale * (self.dropout(x).flatten(0, -2) @ self.lora_A.T.astype(x.dtype))
-        # One kernel for product and sum. Of all rows at once: else the gradient of B would be one product for each row.
+        # One kernel for product and sum of all rows: else the gradient of B would be one product for each row.
         return mx.addmm(y.flatten(0, -2), u_Mr, self.lora_B.T.astype(x.dtype)).reshape(y.shape)
 
     def factors(self) -> dict[str, np.ndarray]:

@@ -112,7 +112,7 @@ class LoRALinear(AdaptedLayer):
         y_BTO = self.base(x_BTI)
         u_BTr = self.shared.product(self.weights, x_BTI)
         B_rO = self.weights.lora_B_Or.T.astype(x_BTI.dtype)
-        # One kernel for product and sum. Of all rows at once: else the gradient of B would be one product for each row.
+        # One kernel for product and sum of all rows: else the gradient of B would be one product for each row.
         return mx.addmm(y_BTO.flatten(0, -2), u_BTr.flatten(0, -2), B_rO).reshape(y_BTO.shape)
 
     def bind(self, values: Mapping[str, mx.array]) -> None:

@@ -80,7 +80,7 @@ class AdaptedLayer(nn.Module):
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Drop what is kept for other layers with the same input. Needed only if one of them was not called."""
+        """Drop the result for other layers with the same input. Needed only if one of them was not called."""
         raise NotImplementedError
 
     def delta(self, number: int | None = None) -> mx.array:
@@ -100,7 +100,7 @@ class Bound:
     """The arrays with which a model computes, by the name of what is trained."""
 
     bound: dict[str, mx.array]
-    start: Mapping[str, mx.array]  # that is kept beside what is trained, by the same names: bound with it
+    start: Mapping[str, mx.array]  # the frozen copy beside what is trained, by the same names: bound with it
 
     def bind(self, params: Mapping[str, mx.array]) -> None:
         """Compute with these arrays: those of all names, or of some."""

@@ -225,7 +225,8 @@ def _quantization_reason(model: nn.Module, request: LoadRequest, quantization: s
     plain = sum(isinstance(module, nn.Linear) for _, module in model.named_modules())
     if quantization not in BITS or not plain:
         return reason
-    return f"{reason}; mlx-lm does not quantize {plain} linear layers"  # routers, and inputs that are no multiple of 64
+    # Routers, and layers whose inputs are not a multiple of 64.
+    return f"{reason}; mlx-lm does not quantize {plain} linear layers"
 
 
 def _num_weights(module: nn.Module) -> int:

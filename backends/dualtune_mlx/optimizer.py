@@ -399,7 +399,7 @@ class InRuns(FlatOptimizer):
 
 
 class StochasticallyRounded(InRuns):
-    """An optimizer of a flat array in bfloat16, of which a part at a time is in float32.
+    """An optimizer of a flat array in bfloat16 that computes in float32, one part at a time.
 
     See `dualtune.model.stochastic_rounding`.
     """

@@ -296,7 +296,7 @@ class Streaming:
         return {name: value for name, value in params.items() if name not in inside}
 
     def _check_model(self) -> None:
-        """Let a few tokens through: parameters before the layers, or results that bypass the last one, become NaN."""
+        """Run the model on few tokens: parameters before the layers, or results that bypass the last, become NaN."""
 
         def probe(params: Arrays) -> mx.array:
             with self._adapter.binding(params):

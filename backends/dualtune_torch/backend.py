@@ -36,6 +36,8 @@ DEVICE_FAULTS = ("CUDA error: ", "CUDA driver error: ", "cuDNN error: ", "Triton
 
 
 class TorchBackend:
+    """See `dualtune.engine.backend.Backend`."""
+
     name = CARD.name
     # For `dualtune.engine.kernels`.
     lora_backward = staticmethod(lora_backward)

@@ -208,8 +208,8 @@ def _train_rows(
         base = tables[module]
         if base is head and not is_linear(base):
             raise ConfigError(
-                f"adapter.train_rows: the output head of this model ({module}) has an adapter, or is no plain linear "
-                "layer. Take it out of adapter.targets"
+                f"adapter.train_rows: the output head of this model ({module}) has an adapter, or is not a plain "
+                "linear layer. Take it out of adapter.targets"
             )
         values_nD = _weight(base)[[*beside.rows]].detach().float()
         if base is embedding:

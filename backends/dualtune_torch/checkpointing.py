@@ -152,7 +152,7 @@ class _Runner:
 
 
 class _Recomputed(torch.autograd.Function):
-    """run(x), of which only x is kept, on the device or on the host.
+    """run(x), which keeps only x, on the device or on the host.
 
     The anchor is trainable: without one, autograd would skip the function.
     """

@@ -25,8 +25,8 @@ from dualtune.engine.memory.counted import (
     Counted,
     CountedLayer,
     CountedLinear,
-    Kept,
     Matrices,
+    SavedTensors,
     uncountable,
     variant,
 )
@@ -380,10 +380,10 @@ class _Counting:
             head=next((path for path, module in self.linears.items() if module is head), None),
         )
 
-    def _all_kept(self) -> tuple[Trace, dict[str, list[Kept]]]:
+    def _all_kept(self) -> tuple[Trace, dict[str, list[SavedTensors]]]:
         """Return the first trace, and what each layer keeps by variant."""
         self._choose()
-        first, kept_by_variant = None, dict[str, list[Kept]]()
+        first, kept_by_variant = None, dict[str, list[SavedTensors]]()
         for code in CODES:  # what is compiled stays so, and comes last
             self.model.requires_grad_(code == "trained")
             self.model.set_attn_implementation(self.own_attention if code == "plain" else self.attention)
@@ -439,7 +439,7 @@ class _Counting:
         with _passed_on(self.layers, self.twins):
             return traced(self.model, self.linears, self.layers, T, whole=self.whole)
 
-    def _kept(self, number: int, first: Trace, traces: Sequence[Trace], recomputed: set[int]) -> Kept:
+    def _kept(self, number: int, first: Trace, traces: Sequence[Trace], recomputed: set[int]) -> SavedTensors:
         """Return what a layer keeps, by what it keeps of rows of T, 2 T and 3 T tokens: token · T + pair · T² + …"""
         long, T = traces[-1], traces[0].T
         one, two, three = (sum(trace.kept[number].values()) for trace in traces)
@@ -449,7 +449,7 @@ class _Counting:
         def read_from(storages: Collection[int]) -> tuple[int, ...]:
             return tuple(sorted({number for path, number in reads.items() if long.reads.get(path) in storages}))
 
-        return Kept(
+        return SavedTensors(
             token=max(0, round((three - two) / T - 5 * pair * T)),
             pair=round(pair),
             scores=long.unequal[number] // long.T**2,
@@ -484,7 +484,7 @@ class _Counting:
         found = [module for module in modules if is_in_none(module) != within]
         return {id(next(module.parameters(recurse=False), module)): module for module in found}.values()
 
-    def _layer(self, number: int, first: Trace, kept_by_variant: Mapping[str, Sequence[Kept]]) -> CountedLayer:
+    def _layer(self, number: int, first: Trace, kept_by_variant: Mapping[str, Sequence[SavedTensors]]) -> CountedLayer:
         prefix = f"{self.paths[number]}." if number < len(self.layers) else ""
         modules = self._modules_in(number)
         head, reads = self.model.get_output_embeddings(), self._reads(number, first)

@@ -125,10 +125,10 @@ def _reached(collective: Callable[[], object]) -> None:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        raise gone(error) from error
+        raise peer_lost(error) from error
 
 
-def gone(error: RuntimeError) -> PeerLost:
+def peer_lost(error: RuntimeError) -> PeerLost:
     """Return the error for a collective that has failed because another process has ended."""
     reason = str(error).strip().splitlines()[0]
     return PeerLost(f"another process of the run is gone: {reason}. Check its output")

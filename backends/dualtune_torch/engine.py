@@ -143,19 +143,23 @@ class TorchEngine:
             self._graphs = MicroStepGraphs(model.device)
             self._prepare()
         self._parked = ParkedState(Transfers(model.device))
-        self.description = EngineDescription(
+        self.description = self._describe(description)
+        self.set_checkpointing(request.checkpointing)
+
+    def _describe(self, description: Mapping[str, Any]) -> EngineDescription:
+        adapter, own, device = self._request.adapter, shapes_of(self._layers), self.model.device
+        return EngineDescription(
             **description,
-            adapted_modules=None if self._is_full else len(shapes_of(self._layers)),
-            adapted_as=adapted_as(shapes_of(self._layers), request.adapter.targets, experts=request.adapter.experts),
+            adapted_modules=None if self._is_full else len(own),
+            adapted_as=adapted_as(own, adapter.targets, experts=adapter.experts),
             adapted_weights=None if self._is_full else storage(self._layers.values()),
             trained_beside=None if self._is_full else sizes_of(self.adapter_shapes),
             trainable_parameters=self._adapter.flat.numel(),
             kernels=str(self._kernels),
             layers_below_adapter=None if self._is_full else len(self._frozen_layers),
             streaming=self._streamed.describe() if self._streamed else None,
-            threads=torch.get_num_threads() if model.device.type == "cpu" else None,
+            threads=torch.get_num_threads() if device.type == "cpu" else None,
         )
-        self.set_checkpointing(request.checkpointing)
 
     @cached_property
     def _new_optimizer(self) -> FlatOptimizer:
@@ -591,7 +595,7 @@ class TorchEngine:
 
 
 def _largest_kept(model: PreTrainedModel, request: LoadRequest, description: Mapping[str, Any]) -> int:
-    """Return up to which size freed blocks are kept, for speed; 0 where memory is short: a split or streamed base."""
+    """Return the size up to which freed blocks are kept, for speed; 0 if memory is short: a split or streamed base."""
     if is_split(model) or request.resident_layers is not None:
         return 0
     is_packed = description["quantization"] != "none" and description["num_parameters"] >= allocator.LARGE

@@ -110,7 +110,7 @@ class _Mixture:
         """Return the outputs, and where there is no expert of that number the input."""
         if not getattr(self.base, "passes_on", False):
             return outputs(x_SI)
-        # Products leave rows behind the last expert's as they find them: nothing of these goes on, in no direction.
+        # Products leave rows behind the last expert's as they find them, which must not reach outputs or gradients.
         is_passed_S1 = (experts_S >= self.count).unsqueeze(-1)
         return torch.where(is_passed_S1, x_SI, outputs(torch.where(is_passed_S1, 0.0, x_SI)))
 

@@ -27,7 +27,7 @@ from dualtune.base.errors import ConfigError, PeerLost
 from dualtune.base.world import wait_limit_s
 from dualtune.engine.backend import EngineDescription, LoadRequest
 from dualtune.model.copies import staged
-from dualtune_torch.distributed import gone, joined
+from dualtune_torch.distributed import joined, peer_lost
 from dualtune_torch.kernels.allocator import is_out_of_memory
 from dualtune_torch.weights.packed import PackedLayer
 from dualtune_torch.weights.text_part import empty_model
@@ -171,7 +171,7 @@ class _AllGather:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise gone(error) from error
+            raise peer_lost(error) from error
 
 
 def _wait_briefly(work: dist.Work) -> bool:

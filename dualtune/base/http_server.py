@@ -103,7 +103,7 @@ class LimitedServer(ThreadingHTTPServer):
             _shut(connection)
 
     def finish_answers(self) -> None:
-        """Wait a moment until what has been asked is answered."""
+        """Wait a moment for the requests in progress."""
         ends = monotonic() + FINISH_S
         while monotonic() < ends and self._open - self._waiting_since.keys():
             time.sleep(0.02)
@@ -250,7 +250,7 @@ class ApiHandler(BaseHTTPRequestHandler):
         return bool(poll.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no request, or has another method, in JSON as all else."""
+        """Refuse a malformed request, or another method, in JSON like every other error."""
         self.close_connection = True
         if code == HTTPStatus.NOT_IMPLEMENTED:  # only for a method; the library's text names no other
             message = f"{self.command[:20]}: is not a method of this server, which answers {', '.join(self._methods())}"
@@ -292,7 +292,7 @@ MOST_SHOWN = 60  # characters of a value that is refused
 
 
 def invalid_body(error: ValidationError, unknown: Callable[[str], str]) -> BadRequest:
-    """Return the refusal for the first fault that pydantic has seen. `unknown`: what is said of a key that it names."""
+    """Return the refusal for the first fault that pydantic has seen. `unknown`: the texts for keys by name."""
     errors = error.errors(include_url=False)
     places = [[str(x) for x in e["loc"] if not str(x).startswith(("list[", "constrained"))] for e in errors]
     # Of a value that may be a text or a list, there is a fault for each: the one within the list knows more.

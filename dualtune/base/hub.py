@@ -71,7 +71,7 @@ def _check(response: Any) -> None:
         if value and not _SAFE.fullmatch(value):
             raise FormatError(
                 f"{response.request.url.host}: sent the header {name} {value[:100]!r}, which leads out of the cache. "
-                "Nothing of this answer is kept. This is no hub, or somebody answers in its place: check HF_ENDPOINT"
+                "The answer is discarded. This is not a hub, or somebody answers in its place: check HF_ENDPOINT"
             )
 
 
@@ -98,7 +98,7 @@ def why_download_failed(error: BaseException) -> str:
     if kinds & {"JSONDecodeError", "DecodingError", "KeyError", "TypeError"}:
         return f"the answer is not that of a hub ({last}): is there a login page of the network, or a proxy?"
     if kinds & {"TransportError", "TimeoutError", "ConnectionError", "XetDownloadError"}:
-        return f"the connection broke ({last}): the same command goes on; the files that have arrived are kept"
+        return f"the connection broke ({last}): run the command again; the files that have arrived are kept"
     return last
 
 

@@ -28,7 +28,7 @@ Abandon = Callable[[], bool]
 
 
 class Abandoned(Preempted):
-    """A signal stopped work of which nothing is kept."""
+    """A signal stopped work that leaves nothing behind."""
 
     again = "Nothing is kept of it: the same command starts it again."
 

@@ -39,7 +39,7 @@ def installed(
 
     It is a callable, such as a class, whose result has the attributes `parts` and the `name` of the entry point, since
     checkpoints and configs find it by that. `key`: of the config, in which `others` may stand too; `page` documents it.
-    `fault_of` says what else is wrong with such an object; "" if nothing is. ConfigError if none is installed, or it
+    `fault_of` returns what else is wrong with such an object, "" if nothing is. ConfigError if none is installed, or it
     cannot be used.
     """
     make, origin = registered(group, name, key=key, others=others, page=page)

@@ -69,7 +69,7 @@ def write_safetensors(
 def safetensors_of_files(
     forms: Mapping[str, StoredForm], pieces: Callable[[str], Iterable[bytes]], metadata: Mapping[str, str]
 ) -> Iterator[bytes]:
-    """Yield the bytes of a file as the library writes it, of which `pieces(name)` yields those of a tensor."""
+    """Yield the bytes of a file as the library writes it; `pieces(name)` yields those of a tensor."""
     yield _header(forms, metadata)
     for name in _ordered(forms):
         yield from pieces(name)

@@ -180,7 +180,7 @@ def sha256_of(path: Path) -> str:
 def open_file(path: Path, *, max_bytes: int | None = None, is_own: bool = False) -> BufferedReader:
     """Open a regular file of at most `max_bytes`. Raises FormatError if it is none, larger, or cannot be read.
 
-    `is_own`: a file of a run directory, which is no link.
+    `is_own`: a file of a run directory, which must not be a link.
     """
     try:
         file = os.fdopen(open_own(path, os.O_RDONLY), "rb") if is_own else open_regular(path)
@@ -209,7 +209,7 @@ def read_header(
     if size >= 8 and header_bytes > MAX_HEADER_BYTES:
         raise FormatError(
             f"{path}: announces a header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed. "
-            "This is no safetensors file, or it is damaged."
+            "This is not a safetensors file, or it is damaged."
         )
     if size < 8 + header_bytes:
         raise _truncated(path, got=size, expected=8 + header_bytes)

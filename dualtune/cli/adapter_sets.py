@@ -90,7 +90,7 @@ def _named_base(directory: Path, option: str, plain: bool) -> str:
 def system_messages(
     message: str | None, trained: Mapping[str, Path], *, no_system: bool, chats: bool = True
 ) -> dict[str, str | None]:
-    """Return the system message for each name: the given one, or that of its training, which is said.
+    """Return the system message for each name: the given one, or that of its training, which is printed.
 
     `chats`: what follows has a chat template. The base of several adapters has the message of the first one.
     """

@@ -153,7 +153,7 @@ class Conversation:
         return pass_on("\n")
 
     def _compare(self, text: str) -> None:
-        """Let all answer. A turn that not all have answered is forgotten by all, so that they talk about the same."""
+        """Let all models answer. A turn that not all have answered is forgotten by all: they share a history."""
         before = [chat.messages for chat in self._chats]
         try:
             with _shown([chat.name for chat in self._chats], width() if is_live(sys.stdout) else 0) as show:

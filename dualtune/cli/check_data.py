@@ -20,7 +20,7 @@ from dualtune.cli.terminal import say
 
 if TYPE_CHECKING:
     from dualtune.config.data_section import SourceConfig
-    from dualtune.data.chat.formats import Example
+    from dualtune.data.chat.examples import Example
     from dualtune.data.preferences import PreferenceCounts
     from dualtune.data.sources.readers import Role
     from dualtune.data.sources.rows import BadRow
@@ -202,7 +202,7 @@ class Findings:
 
 def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str, Any]:
     """Check all rows. An error that ends them early is reported with them."""
-    from dualtune.data.chat.formats import Example
+    from dualtune.data.chat.examples import Example
     from dualtune.data.sources.rows import BadRow, Tie
     from dualtune.data.tokens.masks import check_lost_text
     from dualtune.data.tokens.tokenize import TokenizedRow
@@ -227,7 +227,7 @@ def _check(stream: Stream, listing: TextIO | None, *, silent: bool) -> dict[str,
         failure = redact(str(error))
         if not silent:
             say("\n".join(map(one_line, failure.split("\n"))))
-    # Text that is lost everywhere is no fault of a row, but of the format: it is judged over all rows.
+    # Text that is lost everywhere is the fault of the format, not of a row: it is judged over all rows.
     try:
         check_lost_text(findings.notices, findings.num_good, stream.name, accept=stream.accepts_lost_text)
     except DataError as error:

@@ -17,7 +17,7 @@ from dualtune.base.text import visible
 
 
 class Console(rich.console.Console):
-    """A console that prints text literally: brackets are no markup, and only rich's own control codes get through."""
+    """A console that prints text literally: brackets are not markup, and only rich's own control codes get through."""
 
     def __init__(self, file: IO[str] | None = None) -> None:
         super().__init__(file=file, markup=False, highlight=False, emoji=False, soft_wrap=True)

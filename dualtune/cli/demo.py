@@ -16,7 +16,7 @@ from dualtune.cli.progress import progress_hook, reading
 from dualtune.cli.screen import is_live, phases, tell, width
 from dualtune.cli.terminal import say
 from dualtune.config import Config, load_config
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.documents import Data
 from dualtune.engine.backend import Backend, SharedBase
 from dualtune.model import package

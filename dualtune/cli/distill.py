@@ -1,4 +1,4 @@
-"""`dualtune distill`: what a teacher says of a config's data, for a student that trains on it."""
+"""`dualtune distill`: a teacher's distributions on a config's data, for a student that trains on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dualtune.cli.terminal import say
 
 @click.group("distill", cls=SuggestingGroup)
 def command() -> None:
-    """Distil a larger model into a smaller one: record what it says, then train with train.objective: distill."""
+    """Distil a larger model into a smaller one: record its distributions, then train with train.objective: distill."""
 
 
 @command.command("record")
@@ -40,11 +40,11 @@ def record_command(
     config: Path, teacher: str, adapter: Path | None, out: Path, top_k: int, overrides: tuple[str, ...],
     form: ModelForm, as_json: bool,
 ) -> None:  # fmt: skip
-    """Record what the teacher says of the data of CONFIG, whose model is the student.
+    """Record the teacher's distributions on the data of CONFIG, whose model is the student.
 
     The teacher reads the student's tokens, so both need the same tokenizer. The file may be recorded on another machine
     than the one that trains: it is found again by the documents' contents. If the recording is stopped, the same
-    command goes on: what it has is in OUT.partial.
+    command continues it: what it has is in OUT.partial.
     """
     with phases(err=as_json) as shown:
         shown.begin("reading", "the config")

@@ -21,8 +21,7 @@ from dualtune.cli.options import backend_for, config_argument, json_option, plat
 from dualtune.cli.screen import Phases, phases
 from dualtune.cli.terminal import say
 from dualtune.config import Config, load_config
-from dualtune.data.chat import formats
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example, answers
 from dualtune.data.documents import Data, Documents
 from dualtune.engine.backend import Backend
 from dualtune.engine.capabilities import check_capabilities
@@ -93,7 +92,7 @@ class EvalRun:
             return {"adapter": _text(self._adapter), "harness": self._harness(model)}
         # Answers that cannot be scored are found now: the loss over all rows takes minutes.
         everything, examples = self._held_out(sources, model)
-        documents = everything.wanted()
+        documents = everything.desirable()
         self._check_expected(model, examples)
         with self._phase("evaluating", "evaluated", "loss"):
             result = evaluate(model.engine, documents, self._recovery(model, documents), show=self._shown.update)
@@ -177,7 +176,7 @@ class EvalRun:
         if not len(documents):
             raise DataError("the evaluation data has no target token within data.max_length")
         examples = sources.held_out_examples(documents)
-        return documents, [formats.answers(example)[0] for example in examples if example.label >= 0]
+        return documents, [answers(example)[0] for example in examples if example.label >= 0]
 
     def _preference(self, model: LoadedModel, documents: Documents) -> dict[str, float]:
         """Return the loss of the objective and its metrics, against the reference that the run had."""
@@ -208,7 +207,7 @@ class EvalRun:
         with self._phase("evaluating", "evaluated", "the divergence"):
             result = distillation.evaluate(
                 model.engine, documents, self._recovery(model, documents), show=self._shown.update,
-                said=distillation.eval,
+                soft_targets=distillation.eval,
             )  # fmt: skip
         return result.metrics["eval_divergence"]
 

@@ -86,7 +86,7 @@ def command(
     from dualtune.use.export.ollama import quoted
     from dualtune.use.export.request import KINDS, Request
 
-    # Everything that can be wrong with the options is said before a model is loaded.
+    # All that can be wrong with the options is reported before a model is loaded.
     kind = quantize or KINDS[target][0]
     if kind not in KINDS[target]:
         raise ConfigError(f"--quantize: got '{kind}', for {target} allowed: {', '.join(KINDS[target])}")

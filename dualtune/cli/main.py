@@ -32,7 +32,7 @@ COMMANDS = {
     "check-data": ("check_data", "List the rows of a file, or of a config's data, that cannot be used."),
     "data": ("data", "Clean data sets: remove duplicate rows, report personal data."),
     "preview": ("preview", "Show what a config would train on, with statistics."),
-    "distill": ("distill", "Record what a teacher says of a config's data, for distillation."),
+    "distill": ("distill", "Record a teacher's distributions on a config's data, for distillation."),
     "train": ("train", "Train an adapter from a config, or run the demo."),
     "sweep": ("sweep", "Train a config with several values of its keys, and compare the runs."),
     "bench": ("bench", "Measure what a step of a config costs here, and where its time goes."),

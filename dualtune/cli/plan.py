@@ -119,7 +119,7 @@ def _as_text(
     plan: MemoryPlan, limits: MachineLimits | None, time: StepTime | str, num_steps: int | None, load: Load | None,
     title: str, machine: str, cost: SamplingCost | None,
 ) -> str:  # fmt: skip
-    """Return the parts of the memory, what is known of the run, and the changes with which it fits."""
+    """Return the parts of the memory, facts of the run, and the changes with which it fits."""
     checkpointing = plan.ask.checkpointing
     parts = [(part.bytes, part.name, _phase(part.name), part.formula) for part in plan.estimate.parts]
     total = (plan.estimate.total_bytes, "in all", "", "an estimate; see docs/MEMORY_OPTIMIZATION_GUIDE.md")

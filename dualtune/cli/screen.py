@@ -119,7 +119,7 @@ class Phases:
 
     @contextlib.contextmanager
     def inside(self, doing: str, what: str = "") -> Generator[None]:
-        """A phase inside the present one, which goes on after it; its seconds do not count in that one."""
+        """A phase inside the present one, which continues after it; its seconds do not count there."""
         before, began = self.now, time.monotonic()
         self.begin(doing, what)
         yield
@@ -138,7 +138,7 @@ class Phases:
         self.now = Phase()
 
     def tell(self, line: str, when: float | None = None) -> None:
-        """Say a line. In a pipe its time is before it, if `when` is given or the lines of this command have it."""
+        """Print a line. In a pipe its time is before it, if `when` is given or the lines of this command have it."""
         self._told = time.monotonic()
         if self._live:
             line = wrapped(line, width())

@@ -118,7 +118,7 @@ def _serve_answers(
     form: ModelForm, *, no_system: bool, template: str, max_tokens: int, max_prompt: int | None, max_num_seqs: int,
     queue: int, time_limit: float,
 ) -> None:  # fmt: skip
-    from dualtune.engine.memory.serving import HELD_SHARE, bank_numbers, cache_tokens
+    from dualtune.engine.memory.serving import ENDED_SHARE, bank_numbers, cache_tokens
     from dualtune.model.base_model import resolve_model
     from dualtune.model.config_file import longest_text, read_config
     from dualtune.use.chat import BASE
@@ -132,7 +132,7 @@ def _serve_answers(
     config, dtype = read_config(resolve_model(model, weights=False)), adapter_set.engine.description.dtype
     longest, memory = max_prompt or longest_text(config) or USUAL_PROMPT, backend.memory()
     tokens = cache_tokens(config, dtype, memory)
-    adapter_set.held.most_tokens = int(HELD_SHARE * (AT_ONCE.tokens if tokens is None else tokens))
+    adapter_set.caches.most_tokens = int(ENDED_SHARE * (AT_ONCE.tokens if tokens is None else tokens))
     answers = Answers(
         adapter_set, max_tokens=max_tokens, max_prompt=longest, max_waiting=queue, time_limit_s=time_limit,
         is_fatal=backend.is_device_fault, is_shortage=backend.is_out_of_memory,
@@ -228,7 +228,7 @@ def _run(
 ) -> None:  # fmt: skip
     """Serve until a signal. Connections have threads of their own; the model is used by this one, as are signals.
 
-    `end` is told whether Ctrl-C has cut what was computed.
+    `end` gets whether Ctrl-C has cut answers short.
     """
     is_cut = False
     with server:

@@ -121,7 +121,7 @@ def _train(settings: Config, platform: str, resume: str, restart: Path | None, *
     if backend.world().rank > 0:  # only the first process prints
         run(settings, backend, resume=resume)
         return
-    # The bars and lines end with this block, so that the result below is the last that is said.
+    # The bars and lines end with this block, so that the result below is printed last.
     with phases() as shown, reading() as show, progress_hook(settings, backend) as hook:
         hooks = [hook, SavedConfig()] if is_made else [hook]
         result = run(settings, backend, hooks, resume=resume, show=show, announce=announce, restart=restart)

@@ -39,7 +39,7 @@ def command(run: Path, every: float, once: bool, wait: bool, serve: bool, port: 
     The command ends with the run; its exit code is 0 however the run ended.
     """
     if once and (wait or serve):
-        raise click.UsageError("Give --once alone: --wait and --serve go on.")
+        raise click.UsageError("Give --once alone: --wait and --serve keep watching.")
     from dualtune.show.view.follow import WatchedRun
 
     with phases() as shown:
@@ -59,7 +59,7 @@ def command(run: Path, every: float, once: bool, wait: bool, serve: bool, port: 
 
 
 def _show(watched: WatchedRun, shown: Phases) -> None:
-    """Draw the state on a terminal; a pipe gets only the lines that are new, and those are said as they are read."""
+    """Draw the state on a terminal; a pipe gets only the new lines, which are printed as they are read."""
     from dualtune.show.view.lines import panel
 
     if not shown.is_live:

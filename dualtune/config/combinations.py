@@ -192,7 +192,7 @@ def _impossible_averages(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str
 
 
 def _impossible_smoothing(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]]:
-    """Yield label smoothing of what is no plain loss of labels."""
+    """Yield label smoothing with other losses than the plain one of labels."""
     smoothing: KeyPath = ("train", "label_smoothing")
     if not (got := config.train.label_smoothing):
         return
@@ -279,7 +279,7 @@ def _impossible_distillation(config: Config) -> Iterator[tuple[KeyPath, KeyPath,
         rule = f"but distill.divergence: {config.divergence} has no beta; remove it, or set divergence: jsd"
         yield ("distill", "beta"), ("distill", "divergence"), f"got {distill.beta:g}, {rule}"
     if name == ON_POLICY and distill.sft_weight:
-        rule = "but the model's own samples are no answers to learn; allowed: 0"
+        rule = "but the model's own samples are not answers to learn; allowed: 0"
         yield ("distill", "sft_weight"), objective, f"got {distill.sft_weight:g}, {rule}"
     is_plain = distill.temperature == config.rollouts.temperature == 1
     if distill.top_k == 0 and not (name == ON_POLICY and config.divergence == "reverse_kl" and is_plain):
@@ -292,7 +292,7 @@ def _impossible_distillation(config: Config) -> Iterator[tuple[KeyPath, KeyPath,
         yield from _impossible_teacher(config)
         return
     for key, value in _changed(distill, "teacher_", "served_as", "hint", "top_k"):
-        rule = "but distill.distributions has what the teacher said; remove it, or set distill.teacher instead"
+        rule = "but distill.distributions has a teacher's answers already; remove it, or set distill.teacher instead"
         yield ("distill", key), ("distill", "distributions"), f"got {value}, {rule}"
 
 
@@ -314,7 +314,7 @@ def _impossible_teacher(config: Config) -> Iterator[tuple[KeyPath, KeyPath, str]
         rule = f"but a teacher that is {distill.teacher} has none of its own; remove it"
         yield ("distill", key), at, f"got {value}, {rule}"
     if kind == SELF_TEACHER and not distill.has_context:
-        yield at, at, "got self, but it says what the student says; set distill.hint or distill.teacher_system too"
+        yield at, at, "got self, which answers as the student does; set distill.hint or distill.teacher_system too"
     is_start = not (distill.has_context or distill.teacher_adapter or config.adapter.init_from)
     if kind == BASE_TEACHER and is_start:
         rule = "but that is what the run starts as; set distill.teacher_system, distill.hint or distill.teacher_adapter"

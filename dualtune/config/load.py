@@ -27,6 +27,7 @@ from dualtune.base.errors import ConfigError
 from dualtune.base.files import did_you_mean_path
 from dualtune.base.redaction import redact
 from dualtune.config.advice import unknown_key
+from dualtune.config.rates import with_usual_rate
 from dualtune.config.schema import Config, sections
 from dualtune.config.values import ConfigProblem, KeyPath, Location, dotted
 from dualtune.config.words import examples, is_union, missing, wrong_value
@@ -274,7 +275,7 @@ def _checked(document: ParsedYaml, source: str, overrides: Iterable[str]) -> Con
             _apply(override, document)
         config = _validate(document)
         if config and not document.problems:
-            return config
+            return with_usual_rate(config)
     elif document.data is not UNREADABLE:
         names = ", ".join(sections())
         document.problems.append(ConfigProblem(Location(source), (), f"must be a mapping with the sections {names}"))
@@ -313,6 +314,7 @@ def _plain(value: Any) -> Any:
 
 
 def read_text(path: Path) -> str:
+    """Return the text of a config file. ConfigError if it is missing, too large, or not UTF-8."""
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_BYTES + 1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dualtune.config.schema import Config, TrainConfig
 from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 
-# What divides the rate, and why. Nothing is said of optimizers and objectives that are not here: their rates have
+# What divides the rate, and why. Optimizers and objectives that are not here get no advice: their rates have
 # another scale, as those of sgd, or are another package's.
 OPTIMIZERS = {
     "adamw": (1, ""), "adamw_8bit": (1, ""), "adafactor": (1, ""), "muon": (1, ""),
@@ -42,12 +42,20 @@ class UsualRate:
 
 
 def usual_rate(config: Config) -> UsualRate | None:
-    """Return the peak learning rate to begin with. None for an optimizer or an objective of which nothing is known."""
+    """Return the peak learning rate to begin with. None for an unknown optimizer or objective."""
     if (divisors := _divisors(config)) is None:
         return None
     default: float = TrainConfig.model_fields["learning_rate"].default
     rate = default / math.prod(factor for factor, _ in divisors)
     return UsualRate(float(f"{rate:.1g}"), tuple(why for _, why in divisors if why))
+
+
+def with_usual_rate(config: Config) -> Config:
+    """Return the config with the usual learning rate, if it names none and one is known."""
+    usual = None if "learning_rate" in config.train.model_fields_set else usual_rate(config)
+    if usual is None:
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"learning_rate": usual.rate})})
 
 
 def divisor_of_rate(config: Config) -> int | None:
@@ -66,9 +74,9 @@ def _divisors(config: Config) -> list[tuple[int, str]] | None:
 
 
 def far_rate(config: Config) -> str | None:
-    """Return what to say of a learning rate that is far above what is usual where less than LoRA's is. None: nothing.
+    """Return a note on a learning rate far above a usual one that is lower than plain LoRA's. None: it is not.
 
-    Of plain LoRA nothing is said, because a small model takes ten times the default.
+    Plain LoRA gets no note, because a small model takes ten times the default.
     """
     usual, rate = usual_rate(config), config.train.learning_rate
     if usual is None or not usual.reasons or rate < FAR * usual.rate:

@@ -152,7 +152,8 @@ class TrainConfig(Section):
     micro_batch_tokens: Literal["auto"] | Count = "auto"
     """How many tokens go through the model at once; this changes memory and speed, but not the result."""
     learning_rate: Positive = 2.0e-4
-    """The peak learning rate."""
+    """The peak learning rate; where it is not set, it is less for whole models, comparisons of answers, rewards, lion,
+    pissa and olora."""
     schedule: Literal["constant", "linear", "cosine", "schedule_free"] = "cosine"
     """How the learning rate changes after the warm-up; schedule_free keeps it, and the result is an average that AdamW
     trains along with the weights."""
@@ -243,7 +244,7 @@ class DistillConfig(Section):
     """Distillation: what a run learns of a teacher."""
 
     distributions: PathText | None = None
-    """The file that `dualtune distill record` has written: what the teacher says of the data of this config."""
+    """The file that `dualtune distill record` has written: the teacher's distributions on the data of this config."""
     teacher: Name | None = None
     """A teacher that answers while the run trains: a model, base (this one without its adapter), self (as it is in each
     step), or the address of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1."""
@@ -260,7 +261,7 @@ class DistillConfig(Section):
     hint: Annotated[str, Field(pattern=r"\S", json_schema_extra={"format": "prompt"})] | None = None
     """A text that the teacher alone reads after the last question; {expected} is the answer of the row."""
     top_k: Annotated[int, Field(ge=0)] = DEFAULT_TOP_K
-    """How many of its most probable tokens a teacher says at each place; 0 is the sampled token alone."""
+    """How many of the teacher's most probable tokens count at each place; 0 is the sampled token alone."""
     divergence: Literal["auto", "forward_kl", "reverse_kl", "jsd"] = "auto"
     """The distance to the teacher: forward_kl of its most probable tokens alone, in one forward pass; reverse_kl, or
     jsd with beta, of these and of all other tokens as one, in two; auto is forward_kl of the data's answers and

@@ -33,6 +33,8 @@ Row = list[int]  # indices of the documents in a row
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
+    """How documents are laid out in micro-batches. It changes no number but the rounding (decision 0003)."""
+
     max_tokens: int  # of a micro-batch, padding included; a longer row is a micro-batch by itself
     row_length: int | None = None  # documents share rows of this many tokens (packing); None: one document per row
 

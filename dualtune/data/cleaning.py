@@ -23,7 +23,8 @@ from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DataError
 from dualtune.base.files import new_directory
 from dualtune.base.versions import import_extra
-from dualtune.data.chat.formats import Example, to_examples
+from dualtune.data.chat.examples import Example
+from dualtune.data.chat.formats import to_examples
 from dualtune.data.documents import OpenedSource
 from dualtune.data.similarity import Keep, Repeat, Repeats
 from dualtune.data.sources.rows import BadRow, RawRow
@@ -60,7 +61,7 @@ def clean(
 
     `near` is the least similarity of near duplicates, None: only equal rows are left out. A row of an earlier source is
     kept before one of a later source. With `recognize`, the personal data in the kept rows are listed in PERSONAL,
-    masked. `show` is told how many rows have been read. Raises ConfigError if `out` is not empty, DataError for sources
+    masked. `show` gets the number of rows read. Raises ConfigError if `out` is not empty, DataError for sources
     that cannot be read, DiskError; then nothing is left there.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):

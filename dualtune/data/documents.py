@@ -19,7 +19,8 @@ from dualtune.base.errors import ConfigError, DataError, DiskError
 from dualtune.config import Config
 from dualtune.config.data_section import Consecutive, DataConfig, SourceConfig
 from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
-from dualtune.data.chat.formats import Example, detect_format, to_examples
+from dualtune.data.chat.examples import Example
+from dualtune.data.chat.formats import detect_format, to_examples
 from dualtune.data.chat.row_values import UNREAD, UNREAD_LABEL, Columns
 from dualtune.data.similarity import NEAR, Repeat, Repeats
 from dualtune.data.sources.readers import FileSource, HubSource, Role, has_role, open_source
@@ -354,12 +355,12 @@ class Documents:
             raise ConfigError(f"data: {kinds[2]} has answers to compare, {kinds[1]} has not; train on one kind of rows")
         return next(iter(kinds), 1)
 
-    def wanted(self) -> Documents:
+    def desirable(self) -> Documents:
         """Return the documents of the answers that are to be learned: the chosen ones, or those labelled desirable."""
-        documents, is_wanted = copy.copy(self), np.arange(len(self)) % self.answers == 0
-        is_wanted &= self.labels >= 0
+        documents, is_desirable = copy.copy(self), np.arange(len(self)) % self.answers == 0
+        is_desirable &= self.labels >= 0
         for name in ("sources", "_indices", "lengths", "targets", "labels"):
-            setattr(documents, name, getattr(self, name)[is_wanted])
+            setattr(documents, name, getattr(self, name)[is_desirable])
         documents.answers, documents.beginnings = 1, None
         return documents
 
@@ -485,7 +486,7 @@ class Documents:
         return list(places)
 
     def counted(self, number: int) -> str:
-        """Return so many of what a step counts, in words."""
+        """Return a number with the unit that a step counts, such as rows, in words."""
         one, more = "document", "documents"
         if self.answers > 1:
             one, more = ("answer with a label", "answers with a label") if self.has_labels else ("pair", "pairs")
@@ -511,7 +512,7 @@ class Documents:
 def notices(*parts: Documents, all_columns_used: bool = False) -> list[str]:
     """Say how many rows of these documents' sources are not learned as they stand there, by kind.
 
-    `all_columns_used`: columns that are no part of the text are not lost, but for rewards and environments.
+    `all_columns_used`: columns outside of the text are for rewards and environments, and not lost.
     """
     stores = {id(store): store for documents in parts for store in documents.stores}.values()
     counts = sum((Counter(store.notices) for store in stores), Counter[str]())

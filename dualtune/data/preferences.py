@@ -13,7 +13,7 @@ import numpy as np
 
 from dualtune.data.chat.call_notations import common_prefix
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import EQUAL_PAIR, EQUAL_TEXTS, Example, answers, num_shared
+from dualtune.data.chat.examples import EQUAL_PAIR, EQUAL_TEXTS, Example, answers, num_shared
 from dualtune.data.similarity import text_of_message
 from dualtune.data.sources.rows import BadRow, Tie
 from dualtune.data.tokens.tokenize import TokenizedRow
@@ -93,14 +93,14 @@ def label_numbers(desirable: int, undesirable: int, weights: tuple[float, float]
 def describe_pairs(numbers: PairNumbers) -> list[tuple[str, str]]:
     """Return rows of (label, value)."""
 
-    def told(spread: Spread, longer: int) -> str:
+    def spread_text(spread: Spread, longer: int) -> str:
         text = f"{spread.min} to {spread.max} {numbers.unit}, median {spread.median:g}, mean {spread.mean:.1f}"
         text += f"; longer in {longer / numbers.pairs:.0%} of the pairs"
         return f"{text}; {spread.cut} cut at max_length" if spread.cut else text
 
     return [
-        ("chosen", told(numbers.chosen, numbers.chosen_longer)),
-        ("rejected", told(numbers.rejected, numbers.rejected_longer)),
+        ("chosen", spread_text(numbers.chosen, numbers.chosen_longer)),
+        ("rejected", spread_text(numbers.rejected, numbers.rejected_longer)),
     ]
 
 
@@ -133,7 +133,7 @@ def preference_warnings(pairs: PairNumbers | None, labels: LabelNumbers | None) 
 
 
 class PreferenceCounts:
-    """What is counted of preferences while their rows go by. Of each row 24 bytes stay in memory."""
+    """Counts over preferences while their rows go by. 24 bytes of each row stay in memory."""
 
     def __init__(self, max_length: int | None = None, weights: tuple[float, float] = (1.0, 1.0)) -> None:
         """With `max_length`, lengths are those of tokenized rows. `weights`: of desirable and undesirable answers."""
@@ -226,10 +226,10 @@ def difference(pair: Example) -> Difference:
     shared = num_shared(chosen, rejected)
     texts = [text_of_message(messages[shared]) for messages in (chosen, rejected)]
     character = len(common_prefix(*texts)) + 1
-    return Difference(pair.where, shared + 1, character, _told(chosen[shared:]), _told(rejected[shared:]))
+    return Difference(pair.where, shared + 1, character, _text_of(chosen[shared:]), _text_of(rejected[shared:]))
 
 
-def _told(messages: Iterable[Message]) -> str:
+def _text_of(messages: Iterable[Message]) -> str:
     return "\n".join(f"{message.role}: {text_of_message(message)}" for message in messages)
 
 

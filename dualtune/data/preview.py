@@ -13,7 +13,7 @@ import numpy as np
 from dualtune.base.redaction import redact
 from dualtune.config import Config
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import Example, answers
+from dualtune.data.chat.examples import Example, answers
 from dualtune.data.documents import Data, Documents, OpenedSource
 from dualtune.data.order import Order
 from dualtune.data.sources.rows import RowError
@@ -31,6 +31,8 @@ SAMPLE_TOKENS = 8192  # that are decoded for it
 
 @dataclass(frozen=True, slots=True)
 class ShownToken:
+    """A token as a preview shows it."""
+
     id: int
     text: str
     is_target: bool
@@ -40,6 +42,8 @@ class ShownToken:
 
 @dataclass(frozen=True, slots=True)
 class ShownDocument:
+    """A document as a preview shows it, token by token."""
+
     where: str
     tokens: list[ShownToken]
     has_control_text: bool = False  # the row's content contains a control token

@@ -10,7 +10,8 @@ from typing import IO, Any, NamedTuple
 
 from dualtune.base import interrupt
 from dualtune.base.errors import DiskError
-from dualtune.data.chat.formats import Example, to_examples
+from dualtune.data.chat.examples import Example
+from dualtune.data.chat.formats import to_examples
 from dualtune.data.documents import OpenedSource
 from dualtune.data.sources.rows import RawRow
 
@@ -33,7 +34,7 @@ class RowFields:
         file.seek(places[where][0])
         return json.loads(file.readline())
 
-    def asked(self, where: str) -> list[dict[str, Any]] | None:
+    def prompt_messages(self, where: str) -> list[dict[str, Any]] | None:
         """Return the messages before the last answer of a row; None if it has texts in place of messages."""
         path, _, line = where.rpartition(":")
         row = RawRow(path, int(line), dict(self[where]))

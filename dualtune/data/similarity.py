@@ -1,9 +1,9 @@
 """Which rows of a stream repeat another one, exactly or nearly. Decision 0046 has the reasons.
 
-Rows are added one by one. Of each, 16 bytes of a digest stay in memory and, to find near duplicates, 268 bytes of a
+Rows are added one by one. 16 bytes of a digest of each stay in memory and, to find near duplicates, 268 bytes of a
 sketch, up to 450 more while rows are compared, and the place of its text, which waits in a temporary file. Rows whose
 sketches share a band are candidates; those that the sketches put far apart are skipped, and the others are compared
-exactly, so that a row that is left out really is as similar as it is said to be. Rows of one template are all
+exactly, so that a row that is left out really is as similar as reported. Rows of one template are all
 candidates of each other: then all kept rows are looked through by their sketches at once, and only the most alike by a
 larger sketch are compared exactly. Shape suffixes: N rows, H hashes, B bands, K kept rows.
 """
@@ -22,7 +22,7 @@ import numpy as np
 
 from dualtune.base import interrupt
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import Example, answers, num_shared
+from dualtune.data.chat.examples import Example, answers, num_shared
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The text of a row as a set of shingles, how similar two sets are, and sketches that find candidates among many.
@@ -188,7 +188,7 @@ class Repeats:
     def find(self, keep: Keep = "first", protected: int = 0) -> dict[int, Repeat]:
         """Return the rows to leave out. No row is added after that.
 
-        Of rows that repeat each other the first is kept, or the longest. The first `protected` rows are always kept.
+        The first of rows that repeat each other is kept, or the longest. The first `protected` rows are always kept.
         """
         equal = first_equal(np.frombuffer(self._digests, "V16"))
         again = [row for row in np.flatnonzero(equal != np.arange(len(equal))).tolist() if row >= protected]
@@ -201,7 +201,7 @@ class Repeats:
 
     def _near_ones(self, again: set[int], keep: Keep, protected: int) -> dict[int, Repeat]:
         """Return the near duplicates among the rows that are not exact duplicates."""
-        index = _Kept(self._sketch_of_rows, self._per_band, round((cast(float, self._near) - SLACK) * HASHES))
+        index = _SketchIndex(self._sketch_of_rows, self._per_band, round((cast(float, self._near) - SLACK) * HASHES))
         rows: list[int] = [row for row in index.rows.tolist() if row not in again]
         if keep == "longest":
             lengths = np.diff(np.frombuffer(self._ends, np.int64), prepend=0)
@@ -287,7 +287,7 @@ def first_equal(digests: np.ndarray) -> np.ndarray:
     return first[inverse]
 
 
-class _Kept:
+class _SketchIndex:
     """The rows that are kept so far, by the buckets of their sketches: rows with the same hashes in a band share one.
 
     In arrays, because lists of Python take ten times as much: of each bucket the newest row, and of each row the one

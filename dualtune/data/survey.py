@@ -78,7 +78,7 @@ class Survey:
     first_control_text_row: str | None
     documents: int
     answers: int  # documents of a row: 2 where answers are compared, and duplicates are then counted by rows
-    pairs: PairNumbers | None  # of the training documents; None: they are no pairs…
+    pairs: PairNumbers | None  # of the training documents; None: they are not pairs…
     labels: LabelNumbers | None  # …and have no labels
     tokens: int
     trained_tokens: int
@@ -166,7 +166,7 @@ def survey(config: Config, train: Documents, eval_: Documents, order: Order, lay
 
 
 def pairs_of(train: Documents, config: Config) -> PairNumbers | None:
-    """Compare the answers of the pairs to train on; None if the documents are no pairs."""
+    """Compare the answers of the pairs to train on; None if the documents are not pairs."""
     if train.answers == 1 or train.has_labels:
         return None
     chosen, rejected = train.row_lengths().reshape(-1, 2).T
@@ -228,7 +228,7 @@ def first_indices(digests: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a person is told of them: a table of the numbers, warnings, and the numbers of each source.
+# As text for people: a table of the numbers, warnings, and the numbers of each source.
 
 
 def units_of(numbers: Survey) -> str:

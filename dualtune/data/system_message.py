@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.documents import OpenedSource
 
 KEY = "system_message"  # in the entry "training" of dualtune.json

@@ -68,5 +68,5 @@ def apart(program: tuple[str, ...], work: DataclassInstance) -> Generator[Apart]
 def at_work() -> Generator[tuple[dict[str, Any], Answer]]:
     """In the process: yield its work, and what sends an answer."""
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
-        os.dup2(2, 1)  # what a library prints is no answer
+        os.dup2(2, 1)  # what a library prints is not an answer
         yield json.load(sys.stdin), lambda message: print(json.dumps(message), file=out)

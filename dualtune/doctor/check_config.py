@@ -15,7 +15,14 @@ from dualtune.config import Config, load_config
 from dualtune.config.combinations import PREFERENCE_KEYS
 from dualtune.config.rates import far_rate, usual_rate
 from dualtune.config.schema import AdapterConfig
-from dualtune.doctor.check_config_data import check_sources, step_rows, steps_of_run, typical_step, with_lengths_of
+from dualtune.doctor.check_config_data import (
+    SourceSample,
+    check_sources,
+    step_rows,
+    steps_of_run,
+    typical_step,
+    with_lengths_of,
+)
 from dualtune.doctor.check_config_model import (
     activation_cache_rows,
     decoder_to_plan,
@@ -174,25 +181,32 @@ def check_config(
         report.checks += targets_rows(config, model)
     # Of a config that the backend refuses, no number would be true.
     if choice is not None and not any(check.name == "backend" and check.exit_code == 2 for check in report.checks):
-        try:
-            steps, evaluated = with_lengths_of(config, samples)
-            report.memory = plan_memory(steps, evaluated, (decoder, reason), choice, machine)
-            report.checks.append(memory_row(report.memory))
-        except EnvironmentFault as error:
-            report.checks.append(Check("memory", "skipped", str(error)))
-        except DualtuneError as error:  # targets or layers that the model does not have
-            report.checks.append(failure("memory", error))
-        if report.memory is not None:
-            limits = published(machine)
-            documents, num_steps = typical_step(config, samples), steps_of_run(config, samples)
-            teacher = teacher_of(config, report.memory)
-            report.checks.append(_time_row(report.memory, documents, num_steps, limits, teacher))
-            prompts = len(documents.lengths) // max(1, samples_of(config))
-            if (cost := sampling_cost(config, report.memory, prompts, limits)) is not None:
-                report.checks.append(Check("samples", "ok" if cost.fits else "advice", str(cost)))
+        _add_costs(report, config, samples, (decoder, reason), choice, machine)
     # Last, since the room for checkpoints needs the number of weights and of steps.
     report.checks += _run_dir_rows(config, decoder, steps_of_run(config, samples))
     return report
+
+
+def _add_costs(
+    report: ConfigReport, config: Config, samples: list[SourceSample], shape: tuple[Shape | None, str],
+    choice: PlatformChoice, machine: Machine,
+) -> None:  # fmt: skip
+    """Add the memory plan of a run with its row, and if there is one, the rows of its time and its sampling."""
+    try:
+        steps, evaluated = with_lengths_of(config, samples)
+        report.memory = plan = plan_memory(steps, evaluated, shape, choice, machine)
+    except EnvironmentFault as error:
+        report.checks.append(Check("memory", "skipped", str(error)))
+        return
+    except DualtuneError as error:  # targets or layers that the model does not have
+        report.checks.append(failure("memory", error))
+        return
+    report.checks.append(memory_row(plan))
+    limits, documents = published(machine), typical_step(config, samples)
+    report.checks.append(_time_row(plan, documents, steps_of_run(config, samples), limits, teacher_of(config, plan)))
+    prompts = len(documents.lengths) // max(1, samples_of(config))
+    if (cost := sampling_cost(config, plan, prompts, limits)) is not None:
+        report.checks.append(Check("samples", "ok" if cost.fits else "advice", str(cost)))
 
 
 def adapter_rows(adapter: AdapterConfig) -> list[Check]:

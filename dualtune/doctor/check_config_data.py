@@ -18,7 +18,7 @@ from dualtune.base.files import expanded
 from dualtune.config import Config
 from dualtune.config.data_section import SourceConfig
 from dualtune.data.batches import RowSizes, plan, step_documents
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.documents import OpenedSource, eval_sources, held_out, open_one, takes_apart
 from dualtune.data.order import MOST_TOKENS, Order
 from dualtune.data.sources.readers import Role, is_hub_name, kind_of
@@ -35,14 +35,14 @@ from dualtune.train.memory import largest_micro_batch, with_real_lengths
 FIRST_ROWS = 100  # rows to read, and to tokenize if the tokenizer is here; dualtune check-data takes all
 KEYS: dict[Role, str] = {"train": "train", "valid": "eval"}  # role -> the key of the config's section `data`
 CHEAP_BYTES = 16 << 20  # files up to this size are read completely to count their rows
-LONGEST_ROWS = 20  # by characters, of which the one with the most tokens is looked for
+LONGEST_ROWS = 20  # by characters: the one with the most tokens is among them
 FEW_STEPS = 50  # fewer steps train little
 SEEN_STEPS = 100  # of which one of usual size is chosen
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSample:
-    """What is known of a source of training data."""
+    """The facts of a source of training data, as far as they are known."""
 
     weight: float
     num_rows: int | None = None  # two for a pair from which kto learns; None: not counted
@@ -60,7 +60,7 @@ def answers_in(samples: list[SourceSample]) -> int:
 
 
 def check_sources(config: Config, tokenizer: Tokenizer | None) -> tuple[list[Check], list[SourceSample]]:
-    """Return a row for each source, and what is known of each."""
+    """Return a row for each source, and its facts."""
     rows: list[Check] = []
     samples: list[SourceSample] = []
     for source in config.data.sources():

@@ -37,7 +37,7 @@ WITH_MORE = "ForConditionalGeneration"  # with images or other inputs, or an enc
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """What is known of a base model."""
+    """The facts of a base model, as far as they are known."""
 
     directory: Path | None  # where its files are; None: not on this machine
     config: Mapping[str, Any] | None  # its config.json; None: not known until it is downloaded

@@ -150,7 +150,7 @@ class AdapterBank:
             for module in modules_of(tensors):
                 A, B = (tensors[tensor_name(module, part)] for part in ("A", "B"))
                 if (len(B), A.shape[1]) != shapes.get(module):
-                    raise CannotBatch(f"{module} is no linear layer of this model of [{len(B)}, {A.shape[1]}]")
+                    raise CannotBatch(f"{module} is not a linear layer of this model of [{len(B)}, {A.shape[1]}]")
 
 
 def check_base_alone(own: AdapterSpec, adapted: Iterable[str], *, moves_weights: bool = False) -> None:

@@ -64,7 +64,7 @@ class Batch:
 
     tokens_BT: np.ndarray  # int32
     # int32, already shifted: labels[b, t] is the token to predict after tokens[b, t]. Or [B, T, K]: K distinct tokens
-    # that have log-probabilities and loss weights of their own; a token that is no target has IGNORE_INDEX for each.
+    # that have log-probabilities and loss weights of their own; a token that is not a target has IGNORE_INDEX for each.
     labels_BT: np.ndarray
     segments_BT: np.ndarray  # int32, number of the document inside its row, from 1; 0 is padding
     positions_BT: np.ndarray  # int32, position of the token inside its document
@@ -185,6 +185,8 @@ class MemoryStats:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
+    """A device as the framework sees it."""
+
     name: str
     kind: str  # "cuda", "metal" or "cpu"
     total_bytes: int
@@ -281,7 +283,7 @@ class LoadRequest:
 
     @classmethod
     def of(cls, config: Config, **others: Any) -> LoadRequest:
-        """Return what a config asks of an engine. `others`: the fields that are no values of a config."""
+        """Return what a config asks of an engine. `others`: the fields that are not values of a config."""
         return cls(**{name: attrgetter(key)(config) for name, key in CONFIG_KEYS.items()}, **others)
 
     def base_weights(self) -> BaseWeights | None:
@@ -475,6 +477,8 @@ class Engine(Protocol):
 
 
 class Backend(Protocol):
+    """A framework on one device: what it can do, what its device has, and the engines that it loads."""
+
     name: str
 
     def capabilities(self) -> Mapping[str, frozenset[Any]]:

@@ -45,7 +45,7 @@ BACKEND_KEYS = (
     "hybrid.offload",
     "run.deterministic",
 )
-# The value that is no number.
+# The value that is not a number.
 WITH_NUMBERS = {
     "memory.resident_layers": "all", "train.lora_plus_ratio": None, "train.embedding_learning_rate": None,
     "train.label_smoothing": 0.0, "train.router_aux_loss_coef": None,

@@ -213,6 +213,8 @@ class Twin:
 
 @dataclass(frozen=True, slots=True)
 class Card:
+    """The properties of a backend that are known before its framework is imported (decision 0020)."""
+
     name: str  # the same under both entry-point groups
     title: str = ""  # its name in messages; "": the name
     devices: tuple[Device, ...] = ()  # best first

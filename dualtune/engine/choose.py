@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlatformChoice:
+    """A backend and a device, and why these."""
+
     platform: str  # a value of --platform: "cuda", "cuda:1", "cpu", or the name of a backend
     backend: str
     device: str  # to open the backend with

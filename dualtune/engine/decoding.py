@@ -21,7 +21,7 @@ class GenerationCache:
     """What an engine keeps between two calls of `generate`. It belongs to one engine with one adapter."""
 
     tokens: list[int] = field(default_factory=list[int])  # whose keys and values it holds
-    on_device: Any = None  # the backend's own; None: nothing is held
+    on_device: Any = None  # the backend's own; None: nothing is cached
 
     def num_shared(self, prompt: np.ndarray) -> int:
         """Return how many tokens at the start of a prompt (int32 [T]) it holds: T - 1 at most.
@@ -57,8 +57,8 @@ def continue_prompt(
 ) -> Iterator[int]:
     """Yield the tokens of `Engine.generate`, with what only the backend can do given as functions.
 
-    `forward` gets new tokens and the backend's part of the cache (None: nothing is held), and returns the logits after
-    the last token (float32 [V]) and that part with the new tokens. `crop_on_device` removes a number of tokens from its
+    `forward` gets new tokens and the backend's part of the cache (None: an empty one), and returns the logits after the
+    last token (float32 [V]) and that part with the new tokens. `crop_on_device` removes a number of tokens from its
     end, and returns whether it could.
     """
     cache = cache or GenerationCache()
@@ -167,15 +167,15 @@ class Decoding(Protocol):
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None, held: Sequence[GenerationCache | None] | None = None,
+        *, adapters: Sequence[int] | None = None, caches: Sequence[GenerationCache | None] | None = None,
     ) -> NextLogits:  # fmt: skip
         """Add rows after those that are there, and return the logits after their texts (int32 [T], T >= 1).
 
         `text_of`: the index of each row's text, where several rows begin with the same one, which is computed once. By
         default each text is a row. `adapters`: where there is a bank, the number of each text's adapter in it, or
-        NO_ADAPTER, which is the default. `held`: of each text, what `Engine.generate` or `hold` has kept with its
-        adapter: of the tokens at its beginning that are there, keys and values are copied, if the engine can, and not
-        computed. Of each text as many tokens are computed as of the one with the most new ones.
+        NO_ADAPTER, which is the default. `caches`: of each text, the cache that `Engine.generate` or `hold` has filled
+        with its adapter: if the engine can, keys and values of the tokens at its beginning that are there are copied,
+        not computed. As many tokens of each text are computed as of the one with the most new ones.
         """
         ...
 

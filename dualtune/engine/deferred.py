@@ -1,6 +1,6 @@
 """A backend whose framework is imported when it is first needed: what its card says is known before.
 
-An import takes seconds, so a wrong config, a missing file or a full disk is told first.
+An import takes seconds, so a wrong config, a missing file or a full disk is reported first.
 """
 
 from __future__ import annotations

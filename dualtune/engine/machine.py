@@ -1,4 +1,4 @@
-"""What is known of a machine: its system, CPU, memory and GPUs, and how many bytes a run may use on it."""
+"""The facts of a machine: its system, CPU, memory and GPUs, and how many bytes a run may use on it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was found. `gpu_problem`: the driver's message why there is no NVIDIA GPU."""
+    """A machine as detected. `gpu_problem`: the driver's message why there is no NVIDIA GPU."""
 
     system: str
     arch: str

@@ -91,7 +91,7 @@ def _read(nvml: Any, visible_devices: str | None) -> Nvidia:
 def choose_visible(cards: Iterable[_Card], visible_devices: str | None) -> list[Gpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES selects, in its order and by CUDA's rules.
 
-    CUDA stops at the first entry that is no GPU and shows nothing if one comes twice; a GPU- or MIG- UUID may be
+    CUDA stops at the first entry that is not a GPU and shows nothing if one comes twice; a GPU- or MIG- UUID may be
     abbreviated. Of a GPU in MIG mode it uses the first slice, unless a slice is named. The rules for numbers and
     repetitions are those of torch.cuda's `_parse_visible_devices`. Numbers are in the order of the PCI bus, which
     is also CUDA's order if CUDA_DEVICE_ORDER=PCI_BUS_ID is set.

@@ -1,7 +1,7 @@
-"""What layers compute at once that are called with the same array, one after another.
+"""A result that is computed once for the layers that are called with the same array, one after another.
 
-Which layers these are is known by name (`dualtune.model.dropout.input_of`), but a name is no promise: every call checks
-that the array is the same one, and another one is computed for by itself.
+Their names tell which layers these are (`dualtune.model.dropout.input_of`), but a name proves nothing: every call
+checks that the array is the same one, and computes anew for another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether PEFT loads an adapter of a base model: tried where it is installed, else by what is known of the names."""
+"""Whether PEFT loads an adapter of a base model: tried if it is installed, else judged by the names."""
 
 from __future__ import annotations
 

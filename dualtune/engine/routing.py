@@ -67,7 +67,7 @@ def experts_of_token(config: Mapping[str, Any], coefficient: float) -> int:
     if family in FAMILIES and type(each) is int:
         return each
     is_mixture = any("experts" in key and isinstance(n, int) and n > 1 for key, n in table.items())
-    why = "is no mixture of experts"
+    why = "is not a mixture of experts"
     if is_mixture:
         why = "does not choose its experts by the largest logits alone"
         if "n_group" in table or "scoring_func" in table:

@@ -299,7 +299,7 @@ def _lora_products(step: _Step) -> Iterator[Piece]:
 
 
 def _norms_of_sums(step: _Step) -> Iterator[Piece]:
-    """W Aᵀ, of which DoRA's norms are made: once in a step."""
+    """W Aᵀ, from which DoRA's norms are computed: once in a step."""
     if step.ask.scales_outputs:
         size, r = sum(out * in_ for out, in_ in step.on.shapes), mean_rank(step.decoder, step.ask)
         yield Piece(SCALING, False, 2 * r * size, r, bytes=step.ask.item_bytes * size)
@@ -361,7 +361,7 @@ def _update(step: _Step) -> Piece:
 
 
 def _orthogonalized(step: _Step) -> Iterator[Piece]:
-    """Newton and Schulz's iteration of Muon: three products a time, in float32, of which one is of square matrices."""
+    """Newton and Schulz's iteration of Muon: three products a time, in float32, one of them of square matrices."""
     ask = step.ask
     if ask.optimizer != "muon":
         return
@@ -479,7 +479,7 @@ class StepTime:
         return self.model_flops / self.step_s / self.peak_flops
 
     def describe(self) -> str:
-        """Say how long a step takes, and that this is no measurement."""
+        """Say how long a step takes, and that this is not a measurement."""
         return (
             f"about {self.tokens_per_s:,.0f} tokens/s, {in_short_time(self.step_s)} for a step of "
             f"{self.tokens:,} tokens, bound by {self.bound}; {SAID}"

@@ -131,7 +131,7 @@ def _of_the_optimizer(run: _Run) -> Iterator[Strategy]:
     )
     yield _not_offered(
         "async_restore, lookahead",
-        "how long a search goes on is not known ahead; the copy back begins at its end, and overlaps with the next "
+        "the length of a search is not known ahead; the copy back begins at its end, and overlaps with the next "
         "gradient, which needs no moments",
     )
 

@@ -119,7 +119,7 @@ class AdapterSpec:
         return self.init in KEPT_INITS and not self.trains_model
 
     def width_of(self, module: str) -> int:
-        """The rank of a module's matrices in a state: of what is trained, and of a start that is kept."""
+        """The rank of a module's matrices in a state: of what is trained, and of a frozen start."""
         return self.rank_of(module) * (2 if self.keeps_start else 1)
 
     @property

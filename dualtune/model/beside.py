@@ -39,7 +39,7 @@ class BesideAdapter:
         return bool(self.modules or self.rows or self.bias != "none")
 
     def renamed(self, names: Mapping[str, str]) -> BesideAdapter:
-        """Return it with other whole paths; what is the end of a path stays."""
+        """Return the same with other whole paths; the ends of paths stay."""
         modules, tables = (tuple(names.get(name, name) for name in part) for part in (self.modules, self.row_modules))
         return BesideAdapter(modules, self.rows, tables, self.bias)
 

@@ -9,7 +9,7 @@ again, to the bit, whatever the dither.
 
 Rounding to the nearest would freeze the second moment: in a step it changes by far less than half the distance of two
 codes. Here a value rounds up if its remainder and the dither reach the next grid value, so that the mean over steps is
-the value (stochastic rounding: Gupta et al., arXiv 1502.02551). The dither is no random number: from step to step, and
+the value (stochastic rounding: Gupta et al., arXiv 1502.02551). The dither is not random: from step to step, and
 from place to place in a block, it moves by an irrational share of its range (Weyl's sequence). It depends on nothing
 else, so a resumed run rounds as an uninterrupted one.
 """
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 BLOCK = 256  # values that share a top
-TOP_BYTES = 2
 MANTISSA_BITS = 23  # of a float32
 SMALLEST_EXPONENT = 64  # biased. Below 2^-63 = 1e-19 is zero, so that squares of decoded values are normal numbers
 LARGEST_BITS = 0x7F7FFFFF  # of the largest finite float32
@@ -101,7 +100,7 @@ def dither(code: EightBitCode, step: int) -> np.ndarray:
 def chunks_of(sizes: Iterable[int], chunk: int) -> Iterator[tuple[slice, slice]]:
     """Yield (values, blocks) of each chunk of a flat array of tensors. `chunk` is a multiple of BLOCK.
 
-    A tensor whose size is no multiple of BLOCK ends a chunk, so that no block has values of two tensors.
+    A tensor whose size is not a multiple of BLOCK ends a chunk, so that no block has values of two tensors.
     """
     start = end = block = 0
     for size in (*sizes, 0):

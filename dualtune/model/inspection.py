@@ -60,6 +60,8 @@ class ModuleDifference:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDifference:
+    """How two adapters differ."""
+
     settings: dict[str, tuple[Any, Any]]  # rank, alpha, … -> (of A, of B), where they differ
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
@@ -175,6 +177,8 @@ class ProjectionNorms:
 
 @dataclass(frozen=True, slots=True)
 class AdapterReport:
+    """The facts of an adapter directory, as `dualtune adapter inspect` shows them."""
+
     path: str
     layout: str
     base_model: str | None

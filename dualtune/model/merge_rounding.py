@@ -1,7 +1,7 @@
 """How a format rounds a weight, for adapters that train on the model as it will be quantized after their merge.
 
 Each function returns the weight that the format gives back, float32 [out, in], from a float32 weight [out, in]. A group
-is that many neighbours in a row; a weight whose rows are no whole groups is returned as it is, as the exports leave it
+is that many neighbours in a row; a weight whose rows are not whole groups is returned as it is, as the exports leave it
 plain. `xp` is numpy, torch or mlx.core: both backends round by the same operations in the same order.
 
 Legend: O output and I input features, G groups of a row, K weights of a group.

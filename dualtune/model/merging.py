@@ -144,7 +144,7 @@ def _add(values: np.ndarray, delta: np.ndarray, place: FilePlace) -> None:
         target = target[slice(*place.rows)]
     if target.shape != delta.shape:
         raise ConfigError(
-            f"merge: {place.tensor}: the base stores {list(values.shape)}, which is no place for the change "
+            f"merge: {place.tensor}: the base stores {list(values.shape)}, which does not fit the change "
             f"{list(delta.shape)} of the adapter"
         )
     target += delta

@@ -163,7 +163,7 @@ TRANSLATIONS: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "phixtral": lambda config: {"num_vocab": config.get("num_vocab") or config["vocab_size"]},
     "qwen3_vl_moe_text": lambda config: {"norm_topk_prob": True},
     "solar_open": lambda config: {
-        "intermediate_size": config["moe_intermediate_size"],  # of dense layers, of which it has none
+        "intermediate_size": config["moe_intermediate_size"],  # of dense layers: it has none
         "first_k_dense_replace": 0,
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),
     },
@@ -191,7 +191,7 @@ def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
         for key in [key for key in new if key != "text_config" and (key not in old or old[key] != new[key])]:
             before = dict(old)
             old[key] = new[key]
-            # Where only mlx-lm reads the file, it reads what is there.
+            # A file that only mlx-lm reads is taken literally.
             if key in before if meaning is None else not _agrees(_values(result), meaning):
                 old.clear()
                 old.update(before)
@@ -215,10 +215,10 @@ def _agrees(actual: Any, expected: Any) -> bool:
 def complete(config: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that the file lacks, for the model and for its text part. `decided`: keys that win over both."""
     of_transformers = _of_transformers(config)
-    keys = _decoded(dict(config)) | _lacking(config, of_transformers) | decided
+    keys = _decoded(dict(config)) | _missing_keys(config, of_transformers) | decided
     inner = _table(config, "text_config")
     if inner is not None:
-        text = _decoded(inner) | _lacking(inner, getattr(of_transformers, "text_config", None))
+        text = _decoded(inner) | _missing_keys(inner, getattr(of_transformers, "text_config", None))
         if keys.get("tie_word_embeddings") is not None:  # the model as a whole ties, and says so where it is stored
             text["tie_word_embeddings"] = keys["tie_word_embeddings"]
         keys["text_config"] = text | translate(text)
@@ -242,9 +242,9 @@ def _of_transformers(config: Mapping[str, Any]) -> Any:
         return None
 
 
-def _lacking(config: Mapping[str, Any], of_transformers: Any) -> dict[str, Any]:
+def _missing_keys(config: Mapping[str, Any], of_transformers: Any) -> dict[str, Any]:
     """Return the values of transformers' config that are not null and that the file has not, by all their names."""
-    lacking: dict[str, Any] = {}
+    missing: dict[str, Any] = {}
     if of_transformers is not None:
         values = {name: value for name, value in of_transformers.to_dict().items() if name not in UNRELATED}
         aliases = cast("dict[str, str]", of_transformers.attribute_map)
@@ -254,8 +254,8 @@ def _lacking(config: Mapping[str, Any], of_transformers: Any) -> dict[str, Any]:
         )  # a property, so not in `to_dict`
         if "sliding_window_pattern" in config:
             values.pop("layer_types", None)  # which transformers computes from a pattern of its own
-        lacking = {name: value for name, value in values.items() if value is not None and config.get(name) is None}
-    return lacking | _rotary(dict(config) | lacking)
+        missing = {name: value for name, value in values.items() if value is not None and config.get(name) is None}
+    return missing | _rotary(dict(config) | missing)
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _LATENT = "kv_b_proj"
 _MIXTURES = frozenset({"block_sparse_moe"})
 # Components of a name that only say what a text model is part of.
 _WRAPPERS = frozenset({"model", "language_model", "text_model", "llm", "transformer", "backbone", "thinker"})
-# A part of a model that is no text model.
+# A part of a model that is not its text model.
 _OTHER_PART = re.compile(r"vision|visual|audio|image|video|speech|vit\b|multi_modal|projector|talker|code2wav")
 
 

@@ -173,7 +173,7 @@ def adafactor(
 
 
 def root_mean_square(x: Array, xp: Any) -> Array:
-    """Return that of each of K tensors: [K, 1, …]. Axis by axis: one long float32 sum would lose digits."""
+    """Return that of each of K tensors, [K, 1, …]; axis by axis, because one long float32 sum would lose digits."""
     squares = x**2
     for axis in range(1, x.ndim):
         squares = squares.mean(axis=axis, keepdims=True)
@@ -196,7 +196,7 @@ def muon(
     and decay fit (Liu et al., Muon is scalable for LLM training, arXiv 2502.16982, equation 4). It is that of
     `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which computes U in bfloat16; here it is in float32.
 
-    A tensor with a slot v is no matrix: AdamW updates it, with the same learning rate.
+    A tensor with a slot v is not a matrix: AdamW updates it, with the same learning rate.
     """
     if "v" in slots:
         return adamw(w, g, slots, step=step, lr=lr, settings=settings, xp=xp)

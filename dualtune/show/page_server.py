@@ -39,7 +39,7 @@ class PageServer(LimitedServer):
         with self._making:
             if not self._page or running != self._was_running or time.monotonic() >= self._good_until:
                 began = time.monotonic()
-                self._page, self._was_running = _made(self._run_dir).encode(), running
+                self._page, self._was_running = _page_of(self._run_dir).encode(), running
                 self._good_until = time.monotonic() + REST * (time.monotonic() - began)
             return self._page
 
@@ -84,7 +84,7 @@ class PageHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _made(run_dir: Path) -> str:
+def _page_of(run_dir: Path) -> str:
     try:
         return run_page([run_dir])
     except DualtuneError as error:

@@ -116,7 +116,7 @@ def summary(prepared: Prepared) -> list[str]:
 
 
 def _start(prepared: Prepared) -> list[str]:
-    """Say from what a new run starts: a resumed one has its own checkpoint."""
+    """Return the line on what a new run starts from: a resumed one has its own checkpoint."""
     path, state = prepared.config.adapter.init_from, prepared.start_state
     if path is None or prepared.resumed is not None:
         return []

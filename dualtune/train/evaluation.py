@@ -10,7 +10,7 @@ import numpy as np
 
 from dualtune.config import Config
 from dualtune.data.batches import RowSizes, SequenceLayout, make_batch, plan, share, sizes_of
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.documents import Documents, tokenize
 from dualtune.engine.backend import IGNORE_INDEX, Batch, Engine, LossSum, OptimizerState
 from dualtune.engine.memory.estimate import AUTO_MICRO_BATCH_TOKENS, tokens_at_once

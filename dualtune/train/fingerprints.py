@@ -82,7 +82,7 @@ Text = Sequence[int] | np.ndarray  # token ids [T]
 
 
 def logprobs_of(engine: Engine, texts: Sequence[Text], num_last: Sequence[int]) -> list[np.ndarray]:
-    """Return the engine's log p [P, V] after the last P tokens of each text, of which P is given."""
+    """Return the engine's log p [P, V] after the last P tokens of each text. `P` of each text is given."""
     outputs = [np.zeros(0)] * len(texts)
     waiting = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
     while waiting:

@@ -89,7 +89,7 @@ LATE_SHARE = 0.15  # of the whole fall, in the last third; a straight line has 0
 MIN_EVALS = 6  # to separate the noise of evaluations from their trend
 
 # Of a run that compares answers, by its evaluations.
-MOST_KL = 50.0  # nats by which the model may have moved from the reference on answers that are no preference at all
+MOST_KL = 50.0  # nats by which the model may have moved from the reference on answers that are not a preference at all
 OF_LENGTH = 0.9  # the correlation of the pairs' margins with the difference of their lengths
 BOTH_FALL = 0.1  # the part of its log-probability that a chosen answer may lose
 

@@ -57,6 +57,8 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
+    """An evaluation, the same in all processes."""
+
     step: int
     eval_loss: float  # mean over the target tokens of the evaluation set, or the value of such an objective
     eval_targets: int

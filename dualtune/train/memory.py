@@ -145,7 +145,7 @@ def suspected(run_dir: RunDir, memory: RunMemory) -> list[str]:
 # The plan: what `auto` means on this machine, and whether `memory.limit` can hold.
 
 LOOKED_AT = 64  # steps, to see how large their micro-batches are
-RESERVE = "reserve"  # the part of an estimate that is no array, and not in the backend's counter
+RESERVE = "reserve"  # the part of an estimate outside of arrays, and not in the backend's counter
 TEACHER = "teacher"  # the part of a model that is loaded beside
 ALWAYS = {"weights", "adapter", "optimizer", RESERVE, TEACHER}  # the parts that are there all the time
 

@@ -21,6 +21,8 @@ from dualtune.model.optimizer import TABLES, OptimizerSpec, averaging, rule_of
 
 
 class TokenObjective(Protocol):
+    """A loss that is any function of the log-probabilities of a micro-batch's targets."""
+
     def __call__(self, logprobs_BT: np.ndarray, batch: Batch, /) -> tuple[float, np.ndarray]:
         """Return the loss of a micro-batch and −∂loss/∂logprobs_BT.
 

@@ -14,7 +14,7 @@ from dualtune.base.errors import ConfigError, DataError, FormatError
 from dualtune.base.files import expanded
 from dualtune.config import Config
 from dualtune.config.schema import AdapterConfig
-from dualtune.config.values import ON_POLICY
+from dualtune.config.values import ON_POLICY, POLICY_OBJECTIVES
 from dualtune.data.batches import SequenceLayout, micro_batches
 from dualtune.data.chat.template import NAMES
 from dualtune.data.documents import Data, Documents, Show, probe_documents
@@ -120,7 +120,7 @@ class Prepared:
     data: TrainingData
     spec: AdapterSpec
     start: Adapter | None  # the adapter that training starts from
-    start_state: Checkpoint | None  # whose optimizer a new run goes on with; None: a new one
+    start_state: Checkpoint | None  # whose optimizer a new run continues with; None: a new one
     make_policy: MakePolicy  # what decides each step; it is made where the run is executed
     objective: Objective | None  # of preference training; None: no answers are compared
     distillation: Distillation | None  # None: there is no teacher
@@ -175,28 +175,14 @@ def prepare(
     team = team or Team()
     make_policy = policy or policy_of(config)
     with team.in_turn():
-        # What was asked for, then what an adapter to start from or a checkpoint says of it.
         check_capabilities(backend, config)
         _check_sharding(config, team)
-        start = start_of(config)
-        settled = with_adapter_of(config, start)
-        start_state = state_of_start(settled, start) if saved is None else None
-        changes: list[Change] = []
-        if saved is not None:
-            settled = as_recorded(saved, settled)
-            changes = check_config(saved, settled)
+        settled, start, start_state, changes = _settled(config, saved)
 
         # The data before the weights, which take longest: only the model's small files are downloaded for them.
         sources = Data(settled)
-        is_pretrained = settled.model.init == "pretrained"
-        is_here = model_here(settled.model.name, partial(show, UNPACKED)) is not None
-        new_tokens = settled.data.added_tokens  # the weights come first, where rows are added to them
-        model_dir = resolve_model(settled.model.name, weights=is_pretrained and (is_here or bool(new_tokens)))
-        model_dir = with_new_tokens(model_dir, new_tokens)
-        _check_length(settled, model_dir)
-        _check_activation_cache(settled, start, model_dir)
-        if (coefficient := settled.train.router_aux_loss_coef) is not None:
-            experts_of_token(read_config(model_dir), coefficient)
+        model_dir = _files_for_data(settled, show)
+        _check_model(settled, start, model_dir)
         tokenizer = Tokenizer.of(model_dir, settled.data, template_of(settled, saved))
         train, eval_ = sources.train_and_eval(tokenizer, show)
         _check_targets(settled, train, eval_)
@@ -214,41 +200,77 @@ def prepare(
         planned = with_tokens(settled, order.tokens_per_step)
         planned = with_intervals(planned, order.num_steps, saved and saved.state["config"].get("run"))
         _check_steps(planned, order.num_steps)
-        sampled = planned.rollouts.max_tokens if policy_loss or planned.train.objective == ON_POLICY else 0
-        if planned.rollouts.environment is not None:  # a conversation goes on up to that length
-            sampled += planned.data.max_length - max(train.longest, eval_.longest)
+        sampled = _sampled_tokens(planned, max(train.longest, eval_.longest))
         data = TrainingData(train, eval_, order, remembered_layout(planned, saved), probes, sampled)
 
         # Config and data are in order, so the weights are worth their download.
-        model_dir = resolve_model(planned.model.name, weights=is_pretrained, tell=partial(show, DOWNLOAD))
-        model_dir = with_new_tokens(model_dir, new_tokens)
-        weights = find_weights(model_dir) if is_pretrained else None
-        show(FINGERPRINT, 0.0)
-        model = ModelFiles(model_dir, tokenizer, weights, fingerprint(model_dir, weights))
-        show(FINGERPRINT, 1.0)
-        fingerprints = _fingerprints(model, data)
-        teaching = configured_teaching(planned, backend, tokenizer, model_dir, sources, (train, eval_))
-        if distillation is not None and isinstance(distillation.train, RecordedTargets):
-            fingerprints[DISTRIBUTIONS] = f"sha256 {distillation.train.distributions.content[:16]}"
-        fingerprints |= teaching.identities if teaching else {}
+        model = _with_weights(planned, tokenizer, show)
+        teaching = configured_teaching(planned, backend, tokenizer, model.directory, sources, (train, eval_))
+        fingerprints = _fingerprints(model, data, distillation) | (teaching.identities if teaching else {})
         layout = layout_of(planned)
         cells = layout.max_tokens if probes else largest_micro_batch(order, train.lengths, layout)
         memory = plan_memory(
-            planned, backend, model_dir, data.longest, team.size, cells=cells, eval_tokens=int(eval_.lengths.sum()),
-            teacher_dir=teaching and teaching.model_dir,
+            planned, backend, model.directory, data.longest, team.size, cells=cells,
+            eval_tokens=int(eval_.lengths.sum()), teacher_dir=teaching and teaching.model_dir,
         )  # fmt: skip
         resumed = None if saved is None else _resumed(saved, changes, planned, order, fingerprints)
-        if start is not None and is_pretrained:
-            start = in_names_of(start, model_dir)  # which may have been downloaded since
+        if start is not None and model.weights is not None:
+            start = in_names_of(start, model.directory)  # which may have been downloaded since
         spec = _spec(planned, start, model)
-        rows = RowFields(sources.sources)
-        rollouts = Rollouts(planned, backend, policy_loss, tokenizer, positions, rows) if policy_loss else None
-        if sampled and distillation and teaching:
+        rollouts = None
+        if policy_loss:
+            rollouts = Rollouts(planned, backend, policy_loss, tokenizer, positions, RowFields(sources.sources))
+        elif sampled and distillation and teaching:
             rollouts = OnPolicy(planned, backend, distillation, teaching, tokenizer, positions)
     return Prepared(
         planned, backend, team, model, data, spec, start, start_state, make_policy, objective, distillation, teaching,
         rollouts, resumed, fingerprints, memory, system,
     )  # fmt: skip
+
+
+def _settled(
+    config: Config, saved: Checkpoint | None
+) -> tuple[Config, Adapter | None, Checkpoint | None, list[Change]]:
+    """Return the config with what its adapter to start from, or the checkpoint that is resumed, decides.
+
+    Besides, that adapter; the checkpoint with the optimizer of a new run; and the changes since the resumed one.
+    """
+    start = start_of(config)
+    settled = with_adapter_of(config, start)
+    if saved is None:
+        return settled, start, state_of_start(settled, start), []
+    settled = as_recorded(saved, settled)
+    return settled, start, None, check_config(saved, settled)
+
+
+def _files_for_data(config: Config, show: Show) -> Path:
+    """Return a directory with the model's config and tokenizer; with its weights if they are here, or get new rows."""
+    is_here = model_here(config.model.name, partial(show, UNPACKED)) is not None
+    new_tokens = config.data.added_tokens  # rows are added to the weights for them
+    has_weights = config.model.init == "pretrained" and (is_here or bool(new_tokens))
+    return with_new_tokens(resolve_model(config.model.name, weights=has_weights), new_tokens)
+
+
+def _with_weights(config: Config, tokenizer: Tokenizer, show: Show) -> ModelFiles:
+    """Return the files of the base model; with its weights, which may be downloaded, unless they are random."""
+    is_pretrained = config.model.init == "pretrained"
+    directory = resolve_model(config.model.name, weights=is_pretrained, tell=partial(show, DOWNLOAD))
+    directory = with_new_tokens(directory, config.data.added_tokens)
+    weights = find_weights(directory) if is_pretrained else None
+    show(FINGERPRINT, 0.0)
+    model = ModelFiles(directory, tokenizer, weights, fingerprint(directory, weights))
+    show(FINGERPRINT, 1.0)
+    return model
+
+
+def _sampled_tokens(config: Config, longest: int) -> int:
+    """Return the most tokens that a step may add to a document by sampling. `longest`: the longest document."""
+    if config.train.objective not in (*POLICY_OBJECTIVES, ON_POLICY):
+        return 0
+    answer = config.rollouts.max_tokens
+    if config.rollouts.environment is None:
+        return answer
+    return answer + config.data.max_length - longest  # a conversation goes on up to that length
 
 
 def _check_sharding(config: Config, team: Team) -> None:
@@ -286,6 +308,14 @@ def _resumed(
     without_effect = check_end(saved, config, order) if has_ended(saved, config, order) else None
     check_position(saved, position_of(order, saved.step))
     return Resumed(saved, changes, without_effect)
+
+
+def _check_model(config: Config, start: Adapter | None, model_dir: Path) -> None:
+    """Raise ConfigError if the model, by its config.json, cannot be trained as the config says."""
+    _check_length(config, model_dir)
+    _check_activation_cache(config, start, model_dir)
+    if (coefficient := config.train.router_aux_loss_coef) is not None:
+        experts_of_token(read_config(model_dir), coefficient)
 
 
 def _check_length(config: Config, model_dir: Path) -> None:
@@ -333,10 +363,10 @@ def position_of(order: Order, step: int) -> dict[str, Any]:
     return {"epoch": order.step(step - 1).epoch if step else 0.0, "next_documents": f"{len(ids)}, sha256 {digest}"}
 
 
-def _fingerprints(model: ModelFiles, data: TrainingData) -> dict[str, str]:
-    base = model.identity
+def _fingerprints(model: ModelFiles, data: TrainingData, distillation: Distillation | None) -> dict[str, str]:
+    base, recorded = model.identity, distillation and distillation.train
     weights = hashlib.sha256(json.dumps(base["tensors"]).encode()).hexdigest()  # as in every dualtune so far
-    return {
+    prints = {
         "base model's config": f"sha256 {base['config_sha256'][:16]}",
         "base model's weights": f"sha256 {weights[:16]}",
         "base model's tensors": f"sha256 {base['weights_sha256'][:16]}",
@@ -345,6 +375,9 @@ def _fingerprints(model: ModelFiles, data: TrainingData) -> dict[str, str]:
         TRAIN_DOCUMENTS: data.train.fingerprint(),
         EVAL_DOCUMENTS: data.eval.fingerprint(),
     }
+    if isinstance(recorded, RecordedTargets):
+        prints[DISTRIBUTIONS] = f"sha256 {recorded.distributions.content[:16]}"
+    return prints
 
 
 def start_of(config: Config) -> Adapter | None:
@@ -357,7 +390,7 @@ def start_of(config: Config) -> Adapter | None:
 
 
 def state_of_start(config: Config, start: Adapter | None) -> Checkpoint | None:
-    """Return the checkpoint whose optimizer a new run goes on with: the one that has the weights of its start.
+    """Return the checkpoint whose optimizer a new run continues with: the one that has the weights of its start.
 
     ConfigError if there is none, or if its optimizer is another one.
     """
@@ -476,7 +509,7 @@ def trained_tokens(tokens: Sequence[int | str], tokenizer: Tokenizer) -> tuple[i
     ids = {token: token if isinstance(token, int) else tokenizer.id_of(token) for token in tokens}
     if unknown := [token for token, id in ids.items() if id is None]:
         raise ConfigError(
-            f"adapter.train_rows: got {unknown[0]!r}, which is no token of this model's tokenizer. data.new_tokens "
+            f"adapter.train_rows: got {unknown[0]!r}, which is not a token of this model's tokenizer. data.new_tokens "
             "adds tokens"
         )
     return tuple(sorted({id for id in ids.values() if id is not None}))

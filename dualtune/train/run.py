@@ -88,7 +88,7 @@ class Display:
         """Write the page of a run that has ended."""
 
     def log_result(self, run_dir: Path, result: Path) -> None:
-        """Say where the result is, after everything else has been said."""
+        """Say where the result is, after all other lines."""
 
 
 NO_DISPLAY = Display()
@@ -141,7 +141,7 @@ def execute(
         check_space(run_dir, config, num_trained(plan.decoder, plan.ask), num_steps, first_step)
     with explained(prepared.backend, config, "while the model was loaded"):
         engine = load_engine(prepared, shared_base)
-    # What the reference says is asked of the engine as it starts, before a checkpoint is restored in it.
+    # The reference is computed with the engine as it starts, before a checkpoint is restored in it.
     comparison = load_comparison(prepared, engine, show)
     if (start := saved or prepared.start_state) is not None:
         restore(engine, start)
@@ -161,17 +161,7 @@ def execute(
             job.batches, job.recovery.on_change = batches, batches.drop
             num_steps = fit(job)
 
-        # The result has the weights of the last step or of the best evaluation, and says what they compute.
-        job.saver.check_files(num_steps)
-        with in_result(prepared, engine, job.saver, job.log, num_steps):
-            verdict = verdict_of(job.log.history)
-            job.log.event(Event(num_steps, "verdict", str(verdict), {"verdict": verdict.word}))
-            job.watchers.enter(num_steps, FINGERPRINTS)
-            prints = result_fingerprints(prepared, engine)  # with a sharded base, all processes compute them together
-            job.watchers.enter(num_steps, RESULT)
-            if team.is_first:
-                entries = result_record(prepared, engine, job.log, job.guards, job.recovery, num_steps)
-                write_result(run_dir.result(config), prepared, engine, job.naming, entries | {"fingerprints": prints})
+        _finish(job, num_steps)
         if config.run.report and team.is_first:
             _write_report(display, run_dir.path, job.log, num_steps)
         if config.run.track:
@@ -218,7 +208,7 @@ class Job:
         return [] if self.prepared.rollouts else self.prepared.batches(step, self.recovery.layout)
 
     def tell_start(self) -> None:
-        """Tell the hooks that the run starts, and what is known of it by now."""
+        """Tell the hooks that the run starts, and log the facts of its start."""
         data, engine = self.prepared.data, self.engine.description
         state_bytes = state_size(self.engine) * bytes_per_weight(self.prepared.optimizer)
         self.watchers.tell("on_start", RunInfo(
@@ -272,6 +262,22 @@ def fit(job: Job) -> int:
     elif step < job.num_steps:
         raise Paused(f"Paused after step {step} of {job.num_steps}")
     return step
+
+
+def _finish(job: Job, num_steps: int) -> None:
+    """Write the result: the weights of the last step or of the best evaluation, and what they compute."""
+    prepared, engine, log = job.prepared, job.engine, job.log
+    job.saver.check_files(num_steps)
+    with in_result(prepared, engine, job.saver, log, num_steps):
+        verdict = verdict_of(log.history)
+        log.event(Event(num_steps, "verdict", str(verdict), {"verdict": verdict.word}))
+        job.watchers.enter(num_steps, FINGERPRINTS)
+        prints = result_fingerprints(prepared, engine)  # with a sharded base, all processes compute them together
+        job.watchers.enter(num_steps, RESULT)
+        if prepared.team.is_first:
+            entries = result_record(prepared, engine, log, job.guards, job.recovery, num_steps)
+            result = job.run_dir.result(prepared.config)
+            write_result(result, prepared, engine, job.naming, entries | {"fingerprints": prints})
 
 
 def _take_step(job: Job, step: int) -> int:
@@ -398,7 +404,7 @@ def _evaluate_if_due(job: Job, step: int) -> None:
             measure = partial(evaluate_taught, distillation, teaching.teacher, teaching.eval)
         else:
             assert distillation.eval is not None  # what is not recorded has a teacher
-            measure = partial(distillation.evaluate, said=distillation.eval)
+            measure = partial(distillation.evaluate, soft_targets=distillation.eval)
     try:
         job.watchers.enter(step, EVALUATION)
         with using_result(job.engine, prepared.optimizer):
@@ -438,7 +444,7 @@ def _watchers(
 ) -> tuple[Watchers, list[str]]:
     """Return what calls the hooks: timeline of memory, display, those of the caller, the installed ones; and problems.
 
-    Of several processes, only the first one writes the timeline, is shown, and loads the installed hooks.
+    Only the first of several processes writes the timeline, is shown, and loads the installed hooks.
     """
     if not prepared.team.is_first:
         return Watchers(hooks), []

@@ -33,7 +33,7 @@ class Saver:
     """Saves the state of the engine, the guards and the step policy; keeps the newest checkpoints and the best one."""
 
     def __init__(self, job: Job) -> None:
-        """Take from a job what was made before its saver."""
+        """Take the parts of a job that exist before its saver."""
         prepared, engine = job.prepared, job.engine
         self._run_dir, self._watchers, self._log = job.run_dir, job.watchers, job.log
         self._guards, self._recovery, self._engine = job.guards, job.recovery, engine
@@ -190,7 +190,7 @@ class Saver:
         return f"{fault}; it was restored{aside}"
 
     def _check_checkpoints(self) -> str | None:
-        """Check that the checkpoints are still where they were saved; else set aside what is there."""
+        """Check that the checkpoints are still where they were saved; else set aside whatever is there."""
         fault = self._opened.fault() if self._opened else None
         if self._opened is None or fault is None:
             return None

@@ -1,4 +1,4 @@
-"""The start of a run: its engine is loaded and tried, and what is known before the first step is written down."""
+"""The start of a run: its engine is loaded and tried, and the facts before the first step are recorded."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def load_engine(prepared: Prepared, shared_base: SharedBase | None = None) -> En
 
 
 def _start_teacher(teacher: Teacher, engine: Engine, prepared: Prepared) -> None:
-    """Let the teacher be ready. ConfigError if it is another one than that of the checkpoint which is resumed."""
+    """Prepare the teacher. ConfigError if the checkpoint that is resumed had another one."""
     teacher.start(engine, prepared.spec)
     if teacher.probe is not None:
         before: dict[str, str] = prepared.resumed.checkpoint.state.get("fingerprints", {}) if prepared.resumed else {}
@@ -127,8 +127,8 @@ def write_records(run_dir: RunDir, prepared: Prepared, engine: Engine) -> None:
 
 
 def _goes_on_with(start: Checkpoint, settings: Mapping[str, float | None]) -> str:
-    """Return what is said of an optimizer that another run began, with the constants that are others from now on."""
-    text = f"goes on with the optimizer of {start.path}, after {start.optimizer.step} updates"
+    """Return the note on an optimizer that another run began, with the constants that have changed."""
+    text = f"continues with the optimizer of {start.path}, after {start.optimizer.step} updates"
     before: Mapping[str, float | None] = start.state.get("updates", {})
     changes = [
         f"{name} {json.dumps(value)} instead of {json.dumps(before[name])}"

@@ -20,7 +20,7 @@ from dualtune.model.adapter import Tensors
 from dualtune.train.evaluation import using
 from dualtune.train.objective import learning_rate
 from dualtune.train.objectives.comparison import AnswerComparison, answer_sums, at_targets, from_all, with_slopes
-from dualtune.train.objectives.distillation import Distillation, Said
+from dualtune.train.objectives.distillation import Distillation, SoftTargets
 from dualtune.train.objectives.policy_gradient import PolicyLoss
 from dualtune.train.objectives.preference import Loss, Objective
 from dualtune.train.objectives.teachers import ask
@@ -65,8 +65,8 @@ class TrainingStep:
         self._comparison = comparison
         self._loss: Loss | PolicyLoss | None = None  # of the comparison, or of the samples
         self._samples: StepSamples | TaughtSamples | None = None  # drawn on first use; kept if memory runs out after it
-        self._said = dict[int, tuple[np.ndarray, np.ndarray]]()  # what a teacher says of its documents, likewise
-        self._distilled = 0.0  # the loss of a distillation, less what the engine knows of it, in this process
+        self._soft_targets = dict[int, tuple[np.ndarray, np.ndarray]]()  # of a teacher that answers, kept likewise
+        self._distilled = 0.0  # the part of a distillation's loss that the engine does not know, in this process
         self._recovery = recovery or Recovery(None, engine, prepared.data.layout, team=prepared.team)
         self._has_gradient = False
         # What is made on first use, and made again, smaller, when memory has run out.
@@ -119,34 +119,38 @@ class TrainingStep:
         return int(self._prepared.data.train.lengths[list(documents)].sum())
 
     def add_gradients(self) -> None:
-        """Add the gradient of the step's loss, micro-batch by micro-batch.
-
-        That of sft is the (weighted) mean over the step's targets, and so is that of distillation. An objective that
-        compares answers, or learns from samples, needs what the model says of all of them first: it decides the weight
-        of each.
-        """
+        """Add the gradient of the step's loss, micro-batch by micro-batch; again, smaller, if memory runs out."""
         self._has_gradient = False
         while not self._has_gradient:
             weight, _, _ = self._totals()
             with self._phase(GRADIENT):
-                if (distillation := self._prepared.distillation) is not None:
-                    if (said := self._said_by_teacher(distillation)) is not None:
-                        self._distilled = 0.0
-                        add = partial(self._add_distilled, distillation, said, weight)
-                        self._has_gradient = self._attempt(self._watch(self.batches), add)
-                elif isinstance(samples := self.samples, StepSamples):
-                    if (token_slopes := self._slopes_of(samples)) is not None:
-                        add = partial(self._add_sloped, token_slopes, weight)
-                        self._has_gradient = self._attempt(self._watch(self.batches), add)
-                elif self._comparison is None:
-                    add = partial(self.engine.forward_backward, divisor=weight)
-                    self._has_gradient = self._attempt(self._watch(self.batches), add)
-                elif (slopes := self._slopes(self._comparison)) is not None:
-                    batches = self._trained_batches(self._comparison.objective)
-                    if batches is not self.batches:
-                        (weight,) = self._team.total(sum(batch.total_weight for batch in batches))
-                    add = partial(self._add_sloped, slopes, weight)
+                if (work := self._gradient_work(weight)) is not None:
+                    batches, add = work
                     self._has_gradient = self._attempt(self._watch(batches), add)
+
+    def _gradient_work(self, weight: float) -> tuple[list[Batch], Callable[[Batch], None]] | None:
+        """Return the micro-batches of the gradient, and what adds that of one. None if memory ran out: try again.
+
+        The loss of sft is the (weighted) mean over the step's targets, and so is that of distillation. An objective
+        that compares answers, or learns from samples, needs the log-probabilities of all of them first: they decide
+        the weight of each.
+        """
+        if (distillation := self._prepared.distillation) is not None:
+            if (targets := self._soft_targets_of(distillation)) is None:
+                return None
+            self._distilled = 0.0
+            return self.batches, partial(self._add_distilled, distillation, targets, weight)
+        if isinstance(samples := self.samples, StepSamples):
+            token_slopes = self._slopes_of(samples)
+            return None if token_slopes is None else (self.batches, partial(self._add_sloped, token_slopes, weight))
+        if self._comparison is None:
+            return self.batches, partial(self.engine.forward_backward, divisor=weight)
+        if (slopes := self._slopes(self._comparison)) is None:
+            return None
+        batches = self._trained_batches(self._comparison.objective)
+        if batches is not self.batches:
+            (weight,) = self._team.total(sum(batch.total_weight for batch in batches))
+        return batches, partial(self._add_sloped, slopes, weight)
 
     def _slopes(self, comparison: AnswerComparison) -> dict[int, float] | None:
         """Return ∂loss/∂(Σ w·log p) of each document of the step. None if memory ran out: try again, smaller."""
@@ -181,27 +185,27 @@ class TrainingStep:
     def _add_sloped(self, slopes: Mapping[int, float | np.ndarray], weight: float, batch: Batch) -> None:
         self.engine.forward_backward(with_slopes(batch, slopes, weight), divisor=1.0)
 
-    def _said_by_teacher(self, distillation: Distillation) -> Said | None:
-        """Return what the teacher says of the documents of the step. None if memory ran out: try again, smaller."""
+    def _soft_targets_of(self, distillation: Distillation) -> SoftTargets | None:
+        """Return the teacher's soft targets of the step's documents. None if memory ran out: try again, smaller."""
         teaching = self._prepared.teaching
         if teaching is None:
             return distillation.train
-        samples, said = self.samples, self._said
+        samples, soft_targets = self.samples, self._soft_targets
         read = samples.read if isinstance(samples, TaughtSamples) else teaching.train
         # Where memory has run out since, this process may have other documents than before.
-        ids = [i for batch in self.batches for row in batch.documents for i in row if i not in said]
+        ids = [i for batch in self.batches for row in batch.documents for i in row if i not in soft_targets]
         answers = ask(teaching.teacher, self.engine, read, ids, distillation.k, self._recovery, self.index, self._team)
         if answers is None:
             self._make_smaller()
             return None
-        said.update(answers)
-        return said
+        soft_targets.update(answers)
+        return soft_targets
 
-    def _add_distilled(self, distillation: Distillation, said: Said, weight: float, batch: Batch) -> None:
-        learned = distillation.add_gradient(self.engine, batch, weight, said)
-        self._distilled += learned.loss
+    def _add_distilled(self, distillation: Distillation, targets: SoftTargets, weight: float, batch: Batch) -> None:
+        contribution = distillation.add_gradient(self.engine, batch, weight, targets)
+        self._distilled += contribution.loss
         if isinstance(samples := self.samples, TaughtSamples):
-            samples.note(batch, learned)
+            samples.note(batch, contribution)
 
     def update(self) -> Update:
         """Apply the optimizer update with the accumulated gradient."""

@@ -17,7 +17,7 @@ from dualtune.model.beside import BesideAdapter
 from dualtune.model.formats.chat_template import mismatch
 from dualtune.model.formats.directory import Adapter, adapter_directory, read_adapter
 from dualtune.model.places import in_names_of
-from dualtune.train.generation.held_texts import HeldTexts
+from dualtune.train.generation.caches import TextCaches
 from dualtune.train.generation.inference import (
     LoadedModel,
     fit,
@@ -37,7 +37,7 @@ BASE = "base"  # the name of the model without an adapter
 
 
 class AdapterSet:
-    """One engine with any number of adapters, by name, each with its chat template; `held` is of texts they have read.
+    """One engine with any number of adapters, by name, each with its chat template; `caches`: of texts they have read.
 
     `names` begins with "base". Adapters of different ranks, modules and scales share one engine: see `common_spec`.
     """
@@ -48,7 +48,7 @@ class AdapterSet:
         """`models`, by name: one engine, and the tokenizer of each."""
         self.models, self.adapters, self.engine = models, adapters, models[BASE].engine
         self.names = (BASE, *adapters)
-        self.held = HeldTexts()
+        self.caches = TextCaches()
         self._tensors: dict[str, Tensors] = {}
         if spec is not None:
             neutral = self.engine.neutral_state()
@@ -182,7 +182,7 @@ class Chat:
         except RowError as error:
             raise DataError(f"the conversation: {error}") from error
         self._adapters.use(self.name)
-        pieces = stream_text(model, prompt, sampling, cache=self._adapters.held.begun(self.name, prompt))
+        pieces = stream_text(model, prompt, sampling, cache=self._adapters.caches.cache_for(self.name, prompt))
         answer = ""
         try:
             for piece in pieces:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dualtune.base.errors import ConfigError
-from dualtune.config import default_yaml, parse_config
+from dualtune.config import default_yaml, parse_config, to_yaml
 from dualtune.config.combinations import PREFERENCE_KEYS
 from dualtune.config.rates import OBJECTIVES, far_rate, usual_rate
 from dualtune.doctor.check_config import rate_rows
@@ -41,6 +41,21 @@ def test_the_starter_has_the_usual_rate_and_says_why(overrides, rate, num_reason
     comment = " ".join(line.strip(" #") for line in text.splitlines() if line.startswith("  #"))
     assert all(reason in comment for reason in reasons)
     assert ("Less than for LoRA" in comment) == bool(reasons)
+
+
+@pytest.mark.parametrize(
+    ("section", "rate"),
+    [
+        ("adapter: {rank: 8}", 2e-4), ("train: {objective: dpo}", 2e-5), ("adapter: {method: full}", 2e-5),
+        ("train: {objective: dpo, learning_rate: 0.0002}", 2e-4), ("train: {optimizer: sgd}", 2e-4),
+    ],
+)  # fmt: skip
+def test_a_config_that_names_no_rate_has_the_usual_one(section, rate):
+    text = f"model: {{name: m}}\ndata: {{train: t.jsonl}}\n{section}\n"
+    written = parse_config(text)
+    assert written.train.learning_rate == rate
+    assert parse_config(text, overrides=["train.learning_rate=0.5"]).train.learning_rate == 0.5
+    assert parse_config(to_yaml(written)) == written
 
 
 def test_a_rate_that_is_given_stays():

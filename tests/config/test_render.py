@@ -29,7 +29,7 @@ def test_the_default_text_names_every_key_once_below_a_comment() -> None:
             assert lines[at - 1].startswith("  # ")
     assert max(map(len, lines)) <= 120
     text = default_yaml()
-    assert "  # The peak learning rate. Allowed: a number > 0.\n" in text
+    assert "  # The number of passes over the training data. Allowed: a number > 0.\n" in text
 
 
 def test_pyyaml_reads_the_default_text_alike() -> None:

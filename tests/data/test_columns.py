@@ -5,7 +5,8 @@ import re
 import pytest
 
 from dualtune.base.errors import DataError
-from dualtune.data.chat.formats import Example, to_examples
+from dualtune.data.chat.examples import Example
+from dualtune.data.chat.formats import to_examples
 from dualtune.data.chat.row_values import suggested_columns
 from dualtune.data.sources.rows import BadRow, RawRow
 

@@ -3,7 +3,8 @@
 import pytest
 
 from dualtune.base.errors import DataError
-from dualtune.data.chat.formats import answers, to_examples
+from dualtune.data.chat.examples import answers
+from dualtune.data.chat.formats import to_examples
 from dualtune.data.documents import Data
 from dualtune.data.preferences import PreferenceCounts
 from dualtune.data.sources.rows import BadRow, BadRows, RawRow, Tie

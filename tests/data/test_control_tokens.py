@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dualtune.base.errors import DataError
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.sources.rows import BadRow
 from dualtune.data.tokens.tokenize import tokenize_rows
 from dualtune.data.tokens.tokenizer import Tokenizer

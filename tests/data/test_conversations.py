@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from dualtune.data.chat.conversations import ROLES
-from dualtune.data.chat.formats import Message, to_examples
+from dualtune.data.chat.conversations import ROLES, Message
+from dualtune.data.chat.formats import to_examples
 from dualtune.data.chat.row_values import strings_in
 from dualtune.data.sources.rows import BadRow, RawRow
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dualtune.base.errors import ConfigError, DataError, EnvironmentFault
-from dualtune.data.chat.formats import EQUAL_TEXTS, Example, Message
+from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.examples import EQUAL_TEXTS, Example
 from dualtune.data.documents import Data, Documents, tokenize
 from dualtune.data.preferences import PreferenceCounts
 from dualtune.data.sources.rows import BadRow

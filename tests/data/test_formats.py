@@ -10,7 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dualtune.base.errors import DataError
-from dualtune.data.chat.formats import FORMATS, LABELS, Example, Message, answers, num_shared, to_examples
+from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.examples import Example, answers, num_shared
+from dualtune.data.chat.formats import FORMATS, LABELS, to_examples
 from dualtune.data.sources.rows import BadRow, RawRow
 
 CHAT = (Message("system", "Be brief."), Message("user", "2+2?"), Message("assistant", "4."))
@@ -237,7 +239,7 @@ BAD_ROWS = [
     ({"chosen": [ASK, SAY], "rejected": [ASK, SAY]}, "'chosen' and 'rejected' are the same"),
     ({"chosen": [ASK, SAY], "rejected": [user("3+3?"), SAY]},
      "'chosen' and 'rejected' must answer the same question: they begin with different ones"),
-    ({"chosen": [ASK, SAY], "rejected": [ASK, SAY, ASK, SAY]}, "rejected: goes on after the whole of 'chosen', so "),
+    ({"chosen": [ASK, SAY], "rejected": [ASK, SAY, ASK, SAY]}, "rejected: continues after the whole of 'chosen', so "),
     ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": "high", "score_rejected": 2},
      "score_chosen: got 'high', a number is needed; data.columns: {score_chosen: null} leaves it out"),
     ({"chosen": f"{HH} 4.", "rejected": HH}, "rejected with its prompt: message 4: the assistant's answer is blank"),

@@ -6,7 +6,9 @@ import pytest
 
 from dualtune.base.errors import DataError
 from dualtune.data import documents as data_documents
-from dualtune.data.chat.formats import Example, Message, to_examples
+from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.examples import Example
+from dualtune.data.chat.formats import to_examples
 from dualtune.data.documents import Data
 from dualtune.data.sources.rows import BadRow, RawRow
 from dualtune.data.tokens.masks import check_lost_text, render_example

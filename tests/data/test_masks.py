@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.data.chat.formats import Example, Message
+from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.examples import Example
 from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.masks import render_example
 from dualtune.data.tokens.tokenizer import Tokenizer

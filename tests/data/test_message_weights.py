@@ -8,7 +8,7 @@ import pytest
 from dualtune.base.errors import DataError
 from dualtune.data.batches import SequenceLayout, make_batch, micro_batches
 from dualtune.data.chat.conversations import Message, read_messages
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.documents import Data, in_memory, tokenize
 from dualtune.data.preview import show_document
 from dualtune.data.tokens import store as cache

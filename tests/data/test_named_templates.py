@@ -10,7 +10,9 @@ import pytest
 
 from dualtune.base.errors import ConfigError
 from dualtune.config.values import NEWEST_TEMPLATES
-from dualtune.data.chat.formats import Example, Message, to_examples
+from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.examples import Example
+from dualtune.data.chat.formats import to_examples
 from dualtune.data.chat.template import NAMES, WITH_TOOLS, ChatTemplate, named_template
 from dualtune.data.sources.rows import RawRow, RowError
 from dualtune.data.tokens.tokenize import tokenize_rows

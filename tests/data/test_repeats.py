@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualtune.data import similarity as repeats_module
-from dualtune.data.chat.formats import FORMATS, Example, to_examples
+from dualtune.data.chat.examples import Example
+from dualtune.data.chat.formats import FORMATS, to_examples
 from dualtune.data.similarity import Repeat, Repeats, digest_of, jaccard, shingles, text_of
 from dualtune.data.sources.rows import RawRow
 

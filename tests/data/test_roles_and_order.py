@@ -6,7 +6,8 @@ import pytest
 from dualtune.base.errors import ConfigError
 from dualtune.config import load_config
 from dualtune.data.chat.conversations import Message, fold_system
-from dualtune.data.chat.formats import Example, to_examples
+from dualtune.data.chat.examples import Example
+from dualtune.data.chat.formats import to_examples
 from dualtune.data.preview import ShownDocument, ShownToken, turns_of
 from dualtune.data.sources.rows import BadRow, RawRow, RowError
 from dualtune.data.tokens.masks import render_example

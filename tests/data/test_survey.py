@@ -15,7 +15,7 @@ from dualtune.base.text import visible
 from dualtune.config import parse_config
 from dualtune.data import survey as module
 from dualtune.data.batches import SequenceLayout, micro_batches
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.documents import Data, tokenize
 from dualtune.data.order import Order
 from dualtune.data.preview import first_documents, pieces, show_document

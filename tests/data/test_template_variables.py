@@ -8,7 +8,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from dualtune.base.errors import ConfigError
 from dualtune.config import parse_config
-from dualtune.data.chat.formats import Message
+from dualtune.data.chat.conversations import Message
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.model.adapter import AdapterSpec, init_adapter
 from dualtune.model.formats.chat_template import TEMPLATE_FILE

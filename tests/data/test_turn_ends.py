@@ -7,7 +7,8 @@ is written by hand.
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from dualtune.data.chat.formats import Example, Message
+from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.examples import Example
 from dualtune.data.documents import tokenize
 from dualtune.data.tokens.masks import NO_END
 from dualtune.data.tokens.stop_tokens import stop_tokens

@@ -259,7 +259,7 @@ def test_processes_of_a_sharded_base_draw_answers_of_different_lengths(job, writ
 def test_a_teacher_that_one_process_has_lost_ends_both_and_the_run_is_saved(job, write_rows):
     lose = "from dualtune.train.objectives.served_teacher import TeacherLost\n"
     # An evaluation asks first.
-    lose += "enter('dualtune.train.objectives.teachers.said_by', 4, throw(TeacherLost('no answer')))\n"
+    lose += "enter('dualtune.train.objectives.teachers.top_logprobs_of', 4, throw(TeacherLost('no answer')))\n"
     changes = {**TAUGHT, "data_train": str(write_rows(ASKED, "asked.jsonl")), "run_save_every": None}
     ended = job.start(2, "run", inject={1: lose}, **changes).wait()
     assert [process.code for process in ended] == [EnvironmentFault.exit_code] * 2, ended[0].output

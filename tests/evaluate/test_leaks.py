@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualtune.data.chat.formats import Example, Message
+from dualtune.data.chat.conversations import Message
+from dualtune.data.chat.examples import Example
 from dualtune.data.similarity import NEAR, SHINGLE, jaccard, shingles
 from dualtune.use.scoring.compare import Leaks, find_leaks
 

@@ -307,7 +307,7 @@ def test_without_llama_cpp_the_error_says_how_to_get_it(export, tmp_path, monkey
     monkeypatch.setattr("dualtune.use.export.llama_environment._is_installed", lambda module: False)
     done = export("--to", "gguf")
     assert done.returncode == 4 and "scripts/interop_llama.sh DIR" in done.stderr
-    with pytest.raises(EnvironmentFault, match=r"is no environment with llama\.cpp"):
+    with pytest.raises(EnvironmentFault, match=r"is not an environment with llama\.cpp"):
         find_llama_cpp(tmp_path)
 
 

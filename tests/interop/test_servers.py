@@ -26,7 +26,7 @@ from dualtune.train.generation.inference import load_model, stream_text
 from dualtune.train.generation.sampling import Sampling
 from dualtune.train.objectives import served_teacher
 from dualtune.train.objectives.served_teacher import ServedTeacher, TeacherLost
-from dualtune.train.objectives.teachers import said_by
+from dualtune.train.objectives.teachers import top_logprobs_of
 
 pytestmark = pytest.mark.interop
 
@@ -124,7 +124,7 @@ def test_a_teacher_on_vllm_says_what_its_model_says_and_teaches_it(vllm, wide, o
         for k, teacher in ((0, none), (8, eight)):
             teacher.start(engine, None)
             tokens, logprobs = teacher(batch, k)
-            expected_tokens, expected_logprobs = said_by(engine)(batch, k)
+            expected_tokens, expected_logprobs = top_logprobs_of(engine)(batch, k)
             np.testing.assert_array_equal(tokens, expected_tokens)
             np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-4)
         with pytest.raises(ConfigError, match=r"400 .*lower distill\.top_k; vLLM allows 20"):

@@ -205,7 +205,7 @@ def test_a_machine_that_is_gone_is_given_up_and_what_came_home_stays(near, clust
     (ssh,) = [child for child in psutil.Process(tunnel.process.pid).children() if "ssh" in child.name()]
     ssh.kill()
     assert tunnel.process.wait(PATIENCE_S) == 4
-    assert "To go on, run the same command again" in tunnel.text() and tunnel.checkpoints() == [1]
+    assert "To continue, run the same command again" in tunnel.text() and tunnel.checkpoints() == [1]
     wait_for(lambda: not psutil.pid_exists(there_pid))
     assert (cluster.home / "runs/a/checkpoints/step-00000009").exists()  # with SIGTERM, so that it could save
 

@@ -8,8 +8,8 @@ from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import LoadRequest
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.testing import tolerances
-from dualtune.engine.testing.conformance import weighted
 from dualtune.engine.testing.conformance_case import assert_close, assert_equal, gradient, norm_of
+from dualtune.engine.testing.conformance_losses import weighted
 from dualtune.engine.testing.tiny_models import pack, random_batch, row_of, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.beside import is_constant

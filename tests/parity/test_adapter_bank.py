@@ -96,5 +96,5 @@ def test_adapters_of_another_model_do_not_fit():
     bank = AdapterBank([(SPEC, state_of())])
     bank.check_fits({MODULE: (6, 8)})
     for shapes in ({}, {MODULE: (8, 6)}):
-        with pytest.raises(CannotBatch, match="no linear layer of this model"):
+        with pytest.raises(CannotBatch, match="not a linear layer of this model"):
             bank.check_fits(shapes)

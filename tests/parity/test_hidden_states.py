@@ -11,7 +11,7 @@ from dualtune.base.errors import ConfigError
 from dualtune.data.documents import in_memory
 from dualtune.engine.backend import LoadRequest
 from dualtune.engine.testing.conformance import assert_close, gradient, random_adapter
-from dualtune.engine.testing.conformance_state import ROWS, given
+from dualtune.engine.testing.conformance_state import ROWS, with_hidden_states
 from dualtune.engine.testing.tiny_models import pack, random_batch, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.optimizer import OptimizerSpec
@@ -54,7 +54,7 @@ def test_what_is_given_is_what_is_computed(loaded):
     engine, form = loaded
     batch = random_batch([9, 16, 5, 12], 96)
     assert engine.description.layers_below_adapter == 2
-    cached, fresh = given(engine, batch), engine.optimizer_state()
+    cached, fresh = with_hidden_states(engine, batch), engine.optimizer_state()
     assert cached.hidden_BTD.dtype == BITS.get(form, np.float32)
     assert cached.hidden_BTD.shape == (4, 16, 64)
     assert engine.evaluate(cached).loss_sum == engine.evaluate(batch).loss_sum
@@ -81,7 +81,7 @@ def test_the_layers_below_the_lowest_adapted_one(open_backend, tmp_path, backend
     assert engine.description.layers_below_adapter == below
     batch = random_batch([9, 16], 96)
     if below:
-        assert engine.evaluate(given(engine, batch)).loss_sum == engine.evaluate(batch).loss_sum
+        assert engine.evaluate(with_hidden_states(engine, batch)).loss_sum == engine.evaluate(batch).loss_sum
 
 
 @pytest.mark.parametrize("backend", FORMS)
@@ -120,6 +120,6 @@ def test_a_model_with_more_than_one_stream_of_hidden_states_is_refused(open_back
 def test_other_hidden_states_are_another_loss(loaded):
     engine, _ = loaded
     batch = random_batch([9, 16, 5, 12], 96)
-    cached = given(engine, batch)
+    cached = with_hidden_states(engine, batch)
     turned = replace(cached, hidden_BTD=cached.hidden_BTD[:, ::-1].copy())
     assert abs(engine.evaluate(turned).loss_sum - engine.evaluate(batch).loss_sum) > 1

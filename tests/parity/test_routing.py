@@ -332,7 +332,7 @@ def test_the_verdict_on_routers_that_narrow(shares, word):
 @pytest.mark.parametrize("name", ["torch", "mlx"])
 @pytest.mark.parametrize(
     ("family", "why"),
-    [("llama", "is no mixture of experts"), ("deepseek_v3", "balanced by a correction of the choice")],
+    [("llama", "is not a mixture of experts"), ("deepseek_v3", "balanced by a correction of the choice")],
 )
 def test_other_models_are_refused(balanced, name, family, why):
     with pytest.raises(

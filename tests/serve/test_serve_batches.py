@@ -277,12 +277,12 @@ def count_computed(monkeypatch, engine, computed):
         made = decoding(*bank)
         enter = made.enter
 
-        def entered(texts, *args, held=None, **options):
-            pairs = zip(held or [None] * len(texts), texts, strict=True)
+        def entered(texts, *args, caches=None, **options):
+            pairs = zip(caches or [None] * len(texts), texts, strict=True)
             shared = [own.num_shared(text) if own else 0 for own, text in pairs]
             _, copied = copied_tokens(texts, shared)
             computed.extend(len(text) - own for text, own in zip(texts, copied, strict=True))
-            return enter(texts, *args, held=held, **options)
+            return enter(texts, *args, caches=caches, **options)
 
         made.enter = entered
         return made
@@ -310,13 +310,13 @@ def test_a_batch_does_not_compute_what_the_batch_before_has_read(open_set, backe
 
     computed = list[int]()
     expected = turns(answers_of(adapters, bounds=replace(AT_ONCE, rows=1)))
-    adapters.held.forget()
+    adapters.caches.forget()
     count_computed(monkeypatch, adapters.engine, computed)
-    adapters.held.most_tokens = 1000
+    adapters.caches.most_tokens = 1000
     assert turns(answers_of(adapters)) == expected
     assert len(computed) == 4 and max(computed) <= 12, computed  # a token is a character here
-    adapters.held.forget()
-    adapters.held.most_tokens = 0  # the last text of each model alone is held
+    adapters.caches.forget()
+    adapters.caches.most_tokens = 0  # the last text of each model alone is held
     assert turns(answers_of(adapters)) == expected
     assert len(computed) == 4 and sorted(each > 12 for each in computed) == [False, False, True, True], computed
 
@@ -337,7 +337,7 @@ def test_a_row_that_enters_the_batch_does_not_compute_what_its_adapter_has_read(
     answers.answer_next()
     jobs += [*map(answers.submit, requests[1:])]
     for name in ("two", "base"):
-        adapters.held.forget(name)
+        adapters.caches.forget(name)
     assert answered(answers, jobs) == expected
     first, second, third = computed[-3:]
     assert first == second < 6 and third == len(adapters.models["two"].tokenizer.encode_text(bodies[2]["prompt"]))

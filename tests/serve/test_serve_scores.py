@@ -18,7 +18,7 @@ from dualtune.show.run import run
 from dualtune.train.fingerprints import plain_batch
 from dualtune.train.objectives import served_teacher
 from dualtune.train.objectives.served_teacher import ServedTeacher, TeacherLost
-from dualtune.train.objectives.teachers import said_by
+from dualtune.train.objectives.teachers import top_logprobs_of
 
 SCORED = {"model": "base", "prompt": "Hello you", "echo": True, "max_tokens": 0}
 
@@ -147,7 +147,7 @@ def test_a_served_teacher_says_what_its_engine_says(serve, top_k):
     documents = in_memory((rng.integers(5, 60, n).astype(np.int32), np.arange(n) >= n // 2) for n in (9, 4, 6))
     batch = make_batch(documents, [[0], [1], [2]], seed=0, step=0)
     tokens, logprobs = teacher(batch, top_k)
-    expected_tokens, expected = said_by(served.engine)(batch, top_k)
+    expected_tokens, expected = top_logprobs_of(served.engine)(batch, top_k)
     assert tokens.shape == expected.shape
     np.testing.assert_array_equal(tokens, expected_tokens)
     np.testing.assert_allclose(logprobs, expected, atol=1e-6)
@@ -208,7 +208,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
     (ANSWER + b"Transfer-Encoding: chunked\r\n\r\nff\r\n{", "IncompleteRead"),
     (ANSWER + b"Content-Length: 100\r\n\r\n{", "Expecting"),
     (b"SSH-2.0-OpenSSH_9.6\r\n", "SSH"), (b"", "closed connection"),
-    (ANSWER + b"Content-Length: 2\r\n\r\n[]", "no JSON object"), (None, "nothing came for 0.2 s"),
+    (ANSWER + b"Content-Length: 2\r\n\r\n[]", "not a JSON object"), (None, "nothing came for 0.2 s"),
     (..., "after 0.5 s it has sent [1-9][0-9]* bytes, and no end"),
 ])  # fmt: skip
 def test_a_server_that_dies_while_it_answers_or_is_too_slow_is_asked_again_and_then_named(

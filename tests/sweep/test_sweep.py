@@ -171,7 +171,7 @@ def test_a_run_that_began_with_other_values_is_no_run_of_the_sweep(sweep, home):
 def test_a_run_that_diverges_does_not_end_the_sweep(sweep):
     result = sweep("--set", "train.learning_rate=1e-2,1e30", "--set", "guards.nonfinite_limit=1")
     assert result.returncode == 0
-    assert "the sweep goes on with the other runs" in result.stdout
+    assert "the sweep continues with the other runs" in result.stdout
     found = losses(result.stdout)
     assert found["learning_rate=0.01"][2] == "done" and found["learning_rate=1e+30"][2] == "failed"
     nothing = sweep("--set", "train.learning_rate=1e30,1e31", "--set", "guards.nonfinite_limit=1")

@@ -11,8 +11,8 @@ from dualtune.base.errors import ConfigError
 from dualtune.engine.backend import IGNORE_INDEX, LoadRequest
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.testing import tolerances
-from dualtune.engine.testing.conformance import weighted
 from dualtune.engine.testing.conformance_case import assert_close, assert_equal, gradient, norm_of
+from dualtune.engine.testing.conformance_losses import weighted
 from dualtune.engine.testing.tiny_models import (
     GPT2_CONFIG,
     pack,

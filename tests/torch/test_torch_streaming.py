@@ -14,7 +14,8 @@ from dualtune.engine.backend import LoadRequest
 from dualtune.engine.card import KEEP_ALL, ActivationCheckpointing
 from dualtune.engine.memory.estimate import Ask, estimate
 from dualtune.engine.memory.shapes import decoder_of
-from dualtune.engine.testing.conformance import random_adapter, weighted
+from dualtune.engine.testing.conformance import random_adapter
+from dualtune.engine.testing.conformance_losses import weighted
 from dualtune.engine.testing.tiny_models import pack, random_batch, write_tiny_llama
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.optimizer import OptimizerSpec

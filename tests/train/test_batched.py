@@ -16,7 +16,7 @@ from dualtune.engine.decoding import CannotBatch, GenerationCache
 from dualtune.engine.testing.conformance import random_adapter
 from dualtune.engine.testing.numpy_engine import NumpyNextLogits
 from dualtune.train.generation.batched import (
-    FEWEST_HELD,
+    FEWEST_CACHED,
     Bounds,
     RowBatch,
     _checked,
@@ -26,7 +26,7 @@ from dualtune.train.generation.batched import (
     ended_rows,
     prompted_row,
 )
-from dualtune.train.generation.held_texts import HeldTexts
+from dualtune.train.generation.caches import TextCaches
 from dualtune.train.generation.inference import BASE_ONLY, GenerationProgress, load_model, stream_text
 from dualtune.train.generation.sampling import Chooser, Sampling
 from dualtune.use.scoring.answers import KeptAnswers
@@ -463,7 +463,7 @@ class Scripted:
 def test_what_is_held_of_a_text_is_not_computed_again(model, request):
     """A text that begins as one that was read enters with its keys and values, which stay as they are."""
     engine, rng, held = model.engine, np.random.default_rng(0), GenerationCache()
-    caches = request.node.callspec.params["model"] != "numpy"
+    has_cache = request.node.callspec.params["model"] != "numpy"
     engine.load_adapter_state(random_adapter(engine.adapter_state()))
     read = rng.integers(5, 60, 24).astype(np.int32)
     read_on = [*islice(engine.generate(read, choose=Chooser(GREEDY, frozenset()), cache=held), 3)]
@@ -474,7 +474,7 @@ def test_what_is_held_of_a_text_is_not_computed_again(model, request):
     def entered(groups, held=None):
         decoding, found = engine.decoding(), dict[int, np.ndarray]()
         for group in groups:  # beside those that are there
-            options = {} if held is None else {"held": [None if i == 3 else held for i in group]}
+            options = {} if held is None else {"caches": [None if i == 3 else held for i in group]}
             logits = decoding.enter([texts[i] for i in group], **options).rows()
             found |= zip(group, logits[-len(group) :], strict=True)
         advanced = decoding.advance(np.array([6 + i for group in groups for i in group], np.int32)).rows()
@@ -485,19 +485,19 @@ def test_what_is_held_of_a_text_is_not_computed_again(model, request):
     for groups in (each_alone, together, [[1, 3, 0]], [[0, 1, 3]]):
         groups = [*groups, [i for i in range(4) if i not in chain(*groups)]]
         np.testing.assert_allclose(entered([each for each in groups if each], held), expected, atol=1e-5)
-    assert held.num_shared(texts[0]) == (26 if caches else 0) and (held.on_device is not None) == caches
+    assert held.num_shared(texts[0]) == (26 if has_cache else 0) and (held.on_device is not None) == has_cache
     # Of another adapter, where it would be wrong, it shows that it is used, and of which texts.
     engine.load_adapter_state(random_adapter(engine.adapter_state(), seed=4))
     for groups in (each_alone, together):
         differs = np.abs(entered(groups, held) - entered(groups)).max(-1) > 1e-3
-        assert differs.tolist() == [caches and i in (0, 1) for i in (0, 1, 2, 3) * 2]
+        assert differs.tolist() == [has_cache and i in (0, 1) for i in (0, 1, 2, 3) * 2]
 
 
 def test_what_a_batch_has_computed_of_a_text_is_held(model, request, monkeypatch):
     """Of rows that entered late, with others between them, that ended at a token or at their limit: a text that goes on
     is the one that it is without, by itself and in a batch; without memory for a copy nothing is held."""
     engine, rng = model.engine, np.random.default_rng(1)
-    caches = request.node.callspec.params["model"] != "numpy"
+    has_cache = request.node.callspec.params["model"] != "numpy"
     engine.load_adapter_state(random_adapter(engine.adapter_state()))
     prompts = [rng.integers(5, 60, n).astype(np.int32) for n in (9, 30, 4, 21)]
     rows = [prompted_row(model, i, prompt, replace(GREEDY, max_tokens=2 + 3 * i)) for i, prompt in enumerate(prompts)]
@@ -508,9 +508,9 @@ def test_what_a_batch_has_computed_of_a_text_is_held(model, request, monkeypatch
     assert len([*continue_rows(model, rows, bounds=Bounds(rows=3, least_share=0.0))]) == 4
     for row in rows:
         cache = held[row.number]
-        assert cache.tokens == (row.text[:-1].tolist() if caches else [])
+        assert cache.tokens == (row.text[:-1].tolist() if has_cache else [])
         text = np.array([*row.text, 7, 8, 9], np.int32)
-        logits = [engine.decoding().enter([text], **each).rows() for each in ({}, {"held": [cache]})]
+        logits = [engine.decoding().enter([text], **each).rows() for each in ({}, {"caches": [cache]})]
         np.testing.assert_allclose(*logits, atol=1e-5)
         said = [[*islice(engine.generate(text, choose=Chooser(GREEDY, frozenset()), cache=each), 3)]
                 for each in (None, cache)]  # fmt: skip
@@ -522,38 +522,38 @@ def test_what_a_batch_has_computed_of_a_text_is_held(model, request, monkeypatch
     # Of another adapter, where it would be wrong, it shows that it is used.
     engine.load_adapter_state(random_adapter(engine.adapter_state(), seed=4))
     text, cache = prompts[3], held[3]
-    logits = [engine.decoding().enter([text], **each).rows() for each in ({}, {"held": [cache]})]
-    assert (np.abs(logits[0] - logits[1]).max() > 1e-3) == caches
+    logits = [engine.decoding().enter([text], **each).rows() for each in ({}, {"caches": [cache]})]
+    assert (np.abs(logits[0] - logits[1]).max() > 1e-3) == has_cache
 
 
 def test_what_is_held_of_texts_is_limited():
-    held, texts = HeldTexts(most_tokens=10), [np.arange(n, n + 4) for n in range(0, 40, 4)]
+    caches, texts = TextCaches(most_tokens=10), [np.arange(n, n + 4) for n in range(0, 40, 4)]
 
     def put(name, text):
-        held.put(name, GenerationCache(text.tolist(), on_device=object()))
+        caches.put(name, GenerationCache(text.tolist(), on_device=object()))
 
     for text in texts[:2]:
         put("a", text)
     put("b", texts[0])  # the third of four tokens: the first has to leave
     following = [np.append(text, [90, 91]) for text in texts]
-    assert held.longest("a", following[0]) is None and held.num_tokens == 8
-    assert held.longest("a", following[1]).tokens == texts[1].tolist()
-    assert held.longest("c", following[1]) is None
+    assert caches.longest("a", following[0]) is None and caches.num_tokens == 8
+    assert caches.longest("a", following[1]).tokens == texts[1].tolist()
+    assert caches.longest("c", following[1]) is None
     put("a", following[1])  # which begins with the one before
-    assert held.num_tokens == 10 and held.longest("a", following[1][:5]).num_shared(following[1]) == 5
+    assert caches.num_tokens == 10 and caches.longest("a", following[1][:5]).num_shared(following[1]) == 5
     put("a", texts[2])
     put("c", np.arange(100))  # the last one of each model stays
-    assert held.num_tokens == 4 + 4 + 100 and held.longest("a", following[2]) is held.begun("a", following[2])
-    held.forget("c")
-    assert held.longest("b", following[0]).tokens == texts[0].tolist() and held.num_tokens == 8
-    assert held.begun("d", texts[5]).tokens == [] and held.longest("d", texts[5]) is None
-    held.forget()
-    assert held.num_tokens == 0 and held.longest("b", following[0]) is None
+    assert caches.num_tokens == 4 + 4 + 100 and caches.longest("a", following[2]) is caches.cache_for("a", following[2])
+    caches.forget("c")
+    assert caches.longest("b", following[0]).tokens == texts[0].tolist() and caches.num_tokens == 8
+    assert caches.cache_for("d", texts[5]).tokens == [] and caches.longest("d", texts[5]) is None
+    caches.forget()
+    assert caches.num_tokens == 0 and caches.longest("b", following[0]) is None
 
 
 def test_rows_whose_beginnings_are_held_enter_apart_from_new_ones(model, monkeypatch):
     """As do rows that have read less than it is worth, and all get what they get alone."""
-    read = np.arange(5, 5 + FEWEST_HELD, dtype=np.int32)
+    read = np.arange(5, 5 + FEWEST_CACHED, dtype=np.int32)
     prompts = [np.append(read, 9), np.array([5, 6], np.int32), np.append(read[:-1], 9), np.append(read, 8),
                np.append(read, [8, 9])]  # fmt: skip
     prompts = [prompt.astype(np.int32) for prompt in prompts]
@@ -561,15 +561,15 @@ def test_rows_whose_beginnings_are_held_enter_apart_from_new_ones(model, monkeyp
     rows = [prompted_row(model, number, prompt, GREEDY) for number, prompt in enumerate(prompts)]
     decoding, counts = model.engine.decoding, []
     for row in rows:
-        row.held = GenerationCache()
-        list(model.engine.generate(read, choose=lambda logits_V: None, cache=row.held))
-        row.held.tokens = read.tolist()  # also of the NumPy engine, which caches nothing
+        row.cache = GenerationCache()
+        list(model.engine.generate(read, choose=lambda logits_V: None, cache=row.cache))
+        row.cache.tokens = read.tolist()  # also of the NumPy engine, which caches nothing
 
     def counted():
         made = decoding()
         enter = made.enter
         made.enter = lambda texts, *args, **options: (
-            counts.append((len(texts), options.get("held") is not None)) or enter(texts, *args, **options)
+            counts.append((len(texts), options.get("caches") is not None)) or enter(texts, *args, **options)
         )
         return made
 

@@ -211,8 +211,10 @@ def test_the_gradient_of_a_step_is_that_of_the_divergence(distil, settings):
     def value(state):
         with using(engine, state):
             few = _Few(prepared.data.train, ids)
-            said = replace(distillation.train, places=distillation.train.places[ids])
-            result = distillation.evaluate(engine, few, Recovery(None, engine, prepared.data.layout), said=said)
+            recorded = replace(distillation.train, places=distillation.train.places[ids])
+            result = distillation.evaluate(
+                engine, few, Recovery(None, engine, prepared.data.layout), soft_targets=recorded
+            )
             return result.metrics["eval_divergence"] + distillation.sft_weight * result.eval_loss
 
     assert float(step.update().output.loss) == pytest.approx(value(start), rel=1e-5)

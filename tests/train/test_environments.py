@@ -111,12 +111,12 @@ def test_an_answer_computes_of_its_conversation_what_is_new(game_lab, monkeypatc
             made = decoding()
             enter = made.enter
 
-            def entered(texts, *args, held=None, **options):
+            def entered(texts, *args, caches=None, **options):
                 kept = [0 if own is None else own.num_shared(text)
-                        for own, text in zip(held or [None] * len(texts), texts, strict=True)]  # fmt: skip
+                        for own, text in zip(caches or [None] * len(texts), texts, strict=True)]  # fmt: skip
                 _, copied = copied_tokens(texts, kept)
                 computed.append([len(text) - own for text, own in zip(texts, copied, strict=True)])
-                return enter(texts, *args, held=held, **options)
+                return enter(texts, *args, caches=caches, **options)
 
             made.enter = entered
             return made
@@ -249,8 +249,8 @@ def test_an_environment_that_is_not_there_is_refused(tmp_path, monkeypatch, name
 def test_an_environment_says_texts_or_messages(said):
     with pytest.raises((ValueError, TypeError, KeyError)):
         turns_of(said)
-    with pytest.raises(ValueError, match=str(environments.MOST_SAID + 1)):
-        turns_of([{"role": "user", "content": each} for each in ("x" * environments.MOST_SAID, "y")])
+    with pytest.raises(ValueError, match=str(environments.MOST_CHARACTERS + 1)):
+        turns_of([{"role": "user", "content": each} for each in ("x" * environments.MOST_CHARACTERS, "y")])
     assert (
         turns_of("a") == turns_of([{"role": "user", "content": "a", "name": "x"}]) == [{"role": "user", "content": "a"}]
     )

@@ -10,13 +10,13 @@ import pytest
 from dualtune.base.errors import ConfigError, DataError, Paused
 from dualtune.config import parse_config
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.engine.testing.conformance import random_adapter
 from dualtune.engine.testing.tolerances import RESUMED_LOSS
 from dualtune.train.objectives.distillation import generalized_jsd, sampled_reverse_kl
 from dualtune.train.objectives.recording import record
 from dualtune.train.objectives.served_teacher import ServedTeacher, TeacherLost
-from dualtune.train.objectives.teachers import in_context, said_by
+from dualtune.train.objectives.teachers import in_context, top_logprobs_of
 from dualtune.train.prepare import prepare
 from dualtune.train.run import load_engine, run
 from dualtune.train.step import TrainingStep
@@ -85,7 +85,7 @@ def test_the_gradient_is_that_of_the_divergence_at_the_samples(taught, changes):
 
     def value(state):
         engine.load_adapter_state(state)
-        record = distillation.evaluate(engine, step.samples.documents, step._recovery, said=step._said)
+        record = distillation.evaluate(engine, step.samples.documents, step._recovery, soft_targets=step._soft_targets)
         return record.metrics["eval_divergence"]
 
     rng = np.random.default_rng(0)
@@ -191,7 +191,7 @@ def test_a_run_whose_server_is_lost_saves_what_it_has(taught, weights_of, monkey
         asked.append(1)
         if len(asked) == 6:  # in the fourth step: two evaluations have asked, too, and the second has saved
             raise TeacherLost("gone")
-        return said_by(engines[0])(batch, k)
+        return top_logprobs_of(engines[0])(batch, k)
 
     monkeypatch.setattr(ServedTeacher, "start", lambda self, engine, spec: engines or engines.append(engine))
     monkeypatch.setattr(ServedTeacher, "__call__", answer)

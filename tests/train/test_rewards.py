@@ -160,7 +160,7 @@ def test_what_a_function_cannot_do_without_must_be_a_column(file, wording):
 
 def test_each_reason_is_told_once(file):
     answers = judged(Rewards([f"{file}:sometimes"], [], 30.0), "exit", "a", "exit")
-    assert answers.told() == [f"{file}:sometimes: its process ended with 3 (2 of 3 answers)"]
+    assert answers.failure_texts() == [f"{file}:sometimes: its process ended with 3 (2 of 3 answers)"]
 
 
 def test_a_query_is_rewarded_for_the_rows_that_it_gives(tmp_path):

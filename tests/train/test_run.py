@@ -268,7 +268,7 @@ def test_init_optimizer_goes_on_as_if_the_run_had_not_ended(lab):
     assert all((after.slots["v"][name] >= 0.99 * v).all() for name, v in before.slots["v"].items())
     rows = [json.loads(line) for line in (second.run_dir / METRICS).read_text().splitlines()]
     (note,) = [row["message"] for row in rows if row.get("event") == "found" and "optimizer" in row["message"]]
-    assert note == f"goes on with the optimizer of {first.run_dir}/checkpoints/step-00000003, after 3 updates" + (
+    assert note == f"continues with the optimizer of {first.run_dir}/checkpoints/step-00000003, after 3 updates" + (
         "; these of its constants have changed: weight_decay 0.5 instead of 0.01, max_grad_norm null instead of 0.3"
     )
 

@@ -25,7 +25,7 @@ from dualtune.train.generation.sampling import Sampling
 from dualtune.train.prepare import prepare
 from dualtune.train.rl import isolated, package_environments
 from dualtune.train.rl.drawing import Drawing
-from dualtune.train.rl.environments import Asked
+from dualtune.train.rl.environments import StepPrompt
 from dualtune.train.rl.package_environments import PackageEpisodes, environment_rows
 from dualtune.train.run import load_engine, run
 from dualtune.train.step import TrainingStep
@@ -219,7 +219,7 @@ def test_a_question_that_continues_nothing_is_a_document_of_its_own(games, game_
 class Scripted(Drawing):
     """Says what a test wants, in the order of its answers."""
 
-    def samples(self, engine, prompts, numbers, held=None):
+    def samples(self, engine, prompts, numbers, caches=None):
         texts = [engine[number[-1]](*number) for number in numbers]
         end = [self.tokenizer.end_id]
         ids = [np.array([*self.tokenizer.encode_batch([text], special=False)[0][0], *end], np.int32) for text in texts]
@@ -240,7 +240,7 @@ def scripted(tiny_chatml):
         options = {"turns": turns, "max_length": max_length, "timeout_s": 20.0}
         opened.append(PackageEpisodes("verifiers:tiny_games", {"kind": kind}, drawing, **options))
         row = {"prompt": "1 + 1 =", "answer": "2"}
-        return opened[-1].draw(answers, [Asked(tiny_chatml.encode_text("x"), row, (0,))])
+        return opened[-1].draw(answers, [StepPrompt(tiny_chatml.encode_text("x"), row, (0,))])
 
     yield lead
     for each in opened:

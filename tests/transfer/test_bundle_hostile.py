@@ -367,12 +367,12 @@ def test_a_text_about_such_a_key_is_no_key(forge, tmp_path):
 
 
 DISGUISES = {
-    "adapter.safetensors": (b"\x80\x04\x95" + b"x" * 600, "is no safetensors file, but a pickle"),
-    "optimizer_m.safetensors": (b"PK\x03\x04" + b"x" * 600, "is no safetensors file, but an archive"),
-    "optimizer_v.safetensors": (b"\x08" + bytes(7) + b"[]", "is no safetensors file"),
+    "adapter.safetensors": (b"\x80\x04\x95" + b"x" * 600, "is not a safetensors file, but a pickle"),
+    "optimizer_m.safetensors": (b"PK\x03\x04" + b"x" * 600, "is not a safetensors file, but an archive"),
+    "optimizer_v.safetensors": (b"\x08" + bytes(7) + b"[]", "is not a safetensors file"),
     "state.json": (b"#!/bin/sh\nrm -rf ~\n", "is a program"),
     "../tokenizer/tokenizer.model": (b"\x7fELF" + b"x" * 600, "is a program"),
-    "../tokenizer/vocab.json": (b"[1]", "is no JSON object"),
+    "../tokenizer/vocab.json": (b"[1]", "is not a JSON object"),
     "../tokenizer/merges.txt": (b"a b\n\xff\xfe", "is not UTF-8 text"),
     "../tokenizer/chat_template.jinja": (b"a\0b", "is not UTF-8 text"),
     "../tokenizer/special_tokens_map.json": (b'{"a": "\xf0\x9f', "is not UTF-8 text"),

@@ -61,7 +61,7 @@ ROUNDING = 5  # and where a chunk is rounded to bfloat16
 CHUNKED, CHUNKED_COMPILED = {1: (4, 9.7), 2: (4, 13)}, {1: (9.5, 0), 2: (8, 6)}
 AVERAGE = 3  # and with an average: its offset, old and new, and the old weights
 GELU = 4  # tensors kept by GPT-2's activation, including its input and output
-# Memory that is no array. On a Mac: Python with its libraries, Metal's kernels and command buffers. On a CPU, fitted to
+# Memory beside arrays. On a Mac: Python with its libraries, Metal's kernels and command buffers. On a CPU, fitted to
 # the processes of benchmarks/memory_plan.py: Python with its libraries; torch where it is installed, because mlx-lm
 # imports transformers, which imports it (and for Llama, whose config asks for activations, also torch's compiler: 60 MB
 # that other families do not take); something for each token (MLX keeps freed buffers). More tokens were not measured.
@@ -85,7 +85,7 @@ def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
 
 
 def reserve(ask: Ask) -> MemoryPart:
-    """What is no array."""
+    """Return the bytes outside of arrays."""
     if ask.device == "metal":
         return MemoryPart("reserve", METAL_RESERVE, "Python, MLX and Metal")
     tokens, (size, formula) = min(ask.cells, GROWING_TOKENS), libraries(LIBRARIES, OPTIONAL, ask)

@@ -43,13 +43,15 @@ class RowsCache(BatchKVCache):
         return None if N == 1 else "causal"
 
 
-def _begin(entered: list[RowsCache], held: Sequence[GenerationCache | None], texts: Sequence[np.ndarray]) -> list[int]:
-    """Put what is held of texts (int32 [T]) into new layers. Return of how many tokens of each that is."""
-    shared = [_shared(cache, text) for cache, text in zip(held, texts, strict=True)]
+def _begin(
+    entered: list[RowsCache], caches: Sequence[GenerationCache | None], texts: Sequence[np.ndarray]
+) -> list[int]:
+    """Put the cached keys and values of texts (int32 [T]) into new layers. Return the number of tokens of each."""
+    shared = [_shared(cache, text) for cache, text in zip(caches, texts, strict=True)]
     begin, copied = copied_tokens(texts, shared)
     if not any(copied):
         return copied
-    sources = [cache.on_device if cache and number else None for cache, number in zip(held, copied, strict=True)]
+    sources = [cache.on_device if cache and number else None for cache, number in zip(caches, copied, strict=True)]
     padding = [begin - number for number in copied]
     for n, layer in enumerate(entered):
         own = [source and (source[n].keys, source[n].values) for source in sources]
@@ -59,11 +61,11 @@ def _begin(entered: list[RowsCache], held: Sequence[GenerationCache | None], tex
     return copied
 
 
-def _shared(held: GenerationCache | None, text: np.ndarray) -> int:
+def _shared(cache: GenerationCache | None, text: np.ndarray) -> int:
     """Return how many tokens of the beginning of a text can be copied."""
-    if held is None or not held.on_device or any(type(layer) is not KVCache for layer in held.on_device):
+    if cache is None or not cache.on_device or any(type(layer) is not KVCache for layer in cache.on_device):
         return 0
-    return held.num_shared(text)
+    return cache.num_shared(text)
 
 
 def _right_aligned(rows: Sequence[mx.array | None], lengths: Sequence[int], width: int) -> mx.array:
@@ -93,12 +95,12 @@ class MlxDecoding:
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None, held: Sequence[GenerationCache | None] | None = None,
+        *, adapters: Sequence[int] | None = None, caches: Sequence[GenerationCache | None] | None = None,
     ) -> MlxNextLogits:  # fmt: skip
         self._forget_ahead()
         adapters_B = adapters_of(texts, adapters)
         entered = [RowsCache([0] * len(texts)) for _ in make_prompt_cache(self._model)]
-        copied = _begin(entered, held or [None] * len(texts), texts)
+        copied = _begin(entered, caches or [None] * len(texts), texts)
         new = [text[number:] for text, number in zip(texts, copied, strict=True)]
         padding = [max(map(len, new)) - len(text) for text in new]
         # The last tokens follow by themselves: the output head computes nothing else, because MLX is lazy.
@@ -134,11 +136,11 @@ class MlxDecoding:
         return logits
 
     def hold(self, row: int, text: np.ndarray, cache: GenerationCache) -> None:
-        held = [layer.extract(row) for layer in self._cache]
+        layers = [layer.extract(row) for layer in self._cache]
         if self._ahead is not None:
-            crop_on_device(held, 1)
-        mx.async_eval([(layer.keys, layer.values) for layer in held])  # or what they are made of would stay
-        cache.tokens, cache.on_device = text[: held[0].offset].tolist(), held
+            crop_on_device(layers, 1)
+        mx.async_eval([(layer.keys, layer.values) for layer in layers])  # or what they are made of would stay
+        cache.tokens, cache.on_device = text[: layers[0].offset].tolist(), layers
 
     def leave(self, staying: Sequence[int]) -> None:
         self._adapters_B = self._adapters_B[list(staying)]

@@ -8,7 +8,7 @@ Legend: T tokens of the micro-batch, L of its longest document, c bytes of a num
 
 from __future__ import annotations
 
-from dualtune.engine.memory.counted import Code, Counted, CountedLayer, Kept, stored_bytes, variant
+from dualtune.engine.memory.counted import Code, Counted, CountedLayer, SavedTensors, stored_bytes, variant
 from dualtune.engine.memory.estimate import (
     Ask,
     MemoryPart,
@@ -95,7 +95,7 @@ def _bytes(layer: CountedLayer, ask: Ask, *, compiled: bool) -> int:
     return int((REARRANGED if rearranged else 1) * ask.cells * (saved.token + _pair(saved, ask) * _row(ask)))
 
 
-def _kept(layer: CountedLayer, ask: Ask, *, compiled: bool) -> Kept:
+def _kept(layer: CountedLayer, ask: Ask, *, compiled: bool) -> SavedTensors:
     if ask.trains_model:
         code: Code = "trained"
     elif ask.kernels == "reference":
@@ -105,7 +105,7 @@ def _kept(layer: CountedLayer, ask: Ask, *, compiled: bool) -> Kept:
     return layer.kept[variant(ask.item_bytes, code)]
 
 
-def _pair(saved: Kept, ask: Ask) -> int:
+def _pair(saved: SavedTensors, ask: Ask) -> int:
     return saved.scores if saved.scores and ask.device == "cpu" else saved.pair
 
 

@@ -56,7 +56,7 @@ CHUNK_ARRAYS = {"adamw_8bit": 7.26, "schedule_free": 4, "lion": 5, "lion_8bit": 
 ROUNDING_ARRAYS = 7  # and where it is rounded to bfloat16, with the part that is in float32
 GELU = 4  # tensors kept by GPT-2's activation, elementwise in transformers: its input, half of it, tanh, 1 + tanh
 OFFLOADED_AT_ONCE = 2  # inputs of segments on the device: the one that is used, and the next one on its way
-# Memory that is no tensor. On CUDA the context with its kernels, which the allocator does not count, and cuBLAS'
+# Memory outside of tensors. On CUDA the context with its kernels, which the allocator does not count, and cuBLAS'
 # workspace. On a CPU, fitted to the processes of benchmarks/memory_plan.py: Python with torch and transformers, and
 # Triton, which torch imports where it is installed; a share of the peak, which the C library keeps in blocks that
 # nothing fits in; with compiled code the compiler, and something for each of the first tokens whose cause is not known.
@@ -139,7 +139,7 @@ def adapter(decoder: Shape, ask: Ask) -> MemoryPart:
 
 
 def reserve(decoder: Shape, ask: Ask, peak: int) -> MemoryPart:
-    """What is no tensor, in a step with a `peak` of tensors beyond those that are always there."""
+    """Return the bytes outside of tensors, in a step with a `peak` of tensors beyond those that are always there."""
     if ask.device == "cuda":
         return MemoryPart("reserve", CUDA_RESERVE, "CUDA context and cuBLAS")
     size, formula = libraries(LIBRARIES, OPTIONAL, ask)

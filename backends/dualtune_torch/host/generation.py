@@ -56,7 +56,7 @@ class TextContinuation:
             return continuation_of(self._model)
 
     def next_logits(self, tokens: list[int], state: Any) -> tuple[np.ndarray, Any]:
-        """Return the logits after the last of these tokens, float32 [V], and what is held of the text with them."""
+        """Return the logits after the last of these tokens, float32 [V], and the cache of the text with them."""
         way = self._way
         (tokens_1T,) = to_device([np.array([tokens])], self._model.device)
         with self._computing():
@@ -213,7 +213,7 @@ class GrowingLayer(DynamicLayer):
             self._show(len(self.tensors[0]), self._start, self._end + tokens_to_remove)
 
     def copy(self, rows: Tensor) -> None:
-        """Hold these rows instead, of which one may stand several times."""
+        """Hold these rows instead; one may occur several times."""
         self._hold([tensor.index_select(0, rows) for tensor in self.tensors], self._end - self._start)
 
     def keep(self, staying: Tensor, sources: Tensor, places: Tensor, width: int) -> None:
@@ -230,7 +230,7 @@ class GrowingLayer(DynamicLayer):
         self._show(len(staying), self._end - width, self._end)
 
     def _hold(self, rooms: Sequence[Tensor], width: int) -> None:
-        """Hold these instead, of which all rows and so many columns are used."""
+        """Hold these tensors instead; all rows and so many columns of them are used."""
         self._rooms = rooms
         self._show(len(rooms[0]), 0, width)
 
@@ -262,12 +262,12 @@ def _new_cache() -> Cache:
     return Cache(layer_class_to_replicate=GrowingLayer)
 
 
-def _begun(held: Sequence[GenerationCache | None], texts: Sequence[np.ndarray]) -> tuple[Cache, int]:
-    """Return a cache with the keys and values that are held of texts (int32 [T]), and its columns."""
-    shared = [_shared(own, text) for own, text in zip(held, texts, strict=True)]
+def _cache_of(caches: Sequence[GenerationCache | None], texts: Sequence[np.ndarray]) -> tuple[Cache, int]:
+    """Return a cache with the cached keys and values of texts (int32 [T]), and the number of its columns."""
+    shared = [_shared(own, text) for own, text in zip(caches, texts, strict=True)]
     begin, copied_B = copied_tokens(texts, shared)
     sources = {i: cast(_CachedText, own.on_device).cache.layers
-               for i, own in enumerate(held) if own is not None and copied_B[i]}  # fmt: skip
+               for i, own in enumerate(caches) if own is not None and copied_B[i]}  # fmt: skip
     cache = _new_cache()
     if not sources:
         return cache, 0
@@ -279,11 +279,11 @@ def _begun(held: Sequence[GenerationCache | None], texts: Sequence[np.ndarray]) 
     return cache, begin
 
 
-def _shared(held: GenerationCache | None, text: np.ndarray) -> int:
+def _shared(cache: GenerationCache | None, text: np.ndarray) -> int:
     """Return how many tokens of the beginning of a text can be copied."""
-    if held is None or not isinstance(held.on_device, _CachedText):
+    if cache is None or not isinstance(cache.on_device, _CachedText):
         return 0
-    shared, layers = held.num_shared(text), cast("list[DynamicLayer]", held.on_device.cache.layers)
+    shared, layers = cache.num_shared(text), cast("list[DynamicLayer]", cache.on_device.cache.layers)
     has_slid = any(layer.is_initialized and cast(Tensor, layer.keys).shape[2] < shared for layer in layers)
     return 0 if has_slid else shared
 
@@ -312,14 +312,14 @@ class TorchDecoding:
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None, held: Sequence[GenerationCache | None] | None = None,
+        *, adapters: Sequence[int] | None = None, caches: Sequence[GenerationCache | None] | None = None,
     ) -> TorchNextLogits:  # fmt: skip
         lengths_B, adapters_B = np.array([len(text) for text in texts], np.int64), adapters_of(texts, adapters)
         width = int(lengths_B.max())
         tokens_BT = np.zeros((len(texts), width), np.int64)
         for row, text in zip(tokens_BT, texts, strict=True):
             row[width - len(text) :] = text
-        entered, begin = _begun(held or [None] * len(texts), texts)
+        entered, begin = _cache_of(caches or [None] * len(texts), texts)
         logits = self._next_logits(tokens_BT[:, begin:], lengths_B, width, entered, adapters_B)
         if text_of is not None:
             (indices,) = to_device([np.array(text_of)], self._device)
@@ -357,13 +357,13 @@ class TorchDecoding:
             return TorchNextLogits(_last_logits(self._model, tokens, **options))
 
     def hold(self, row: int, text: np.ndarray, cache: GenerationCache) -> None:
-        length, held = int(self._lengths_B[row]), _new_cache()
+        length, copy = int(self._lengths_B[row]), _new_cache()
         for layer in cast("list[GrowingLayer]", self._cache.layers if self._cache else []):
             copied = GrowingLayer()
             if layer.is_initialized:
                 copied.begin(*(tensor[row : row + 1, :, -length:].clone() for tensor in layer.tensors))
-            held.layers.append(copied)
-        cache.tokens, cache.on_device = text[:length].tolist(), _CachedText(held, length)
+            copy.layers.append(copied)
+        cache.tokens, cache.on_device = text[:length].tolist(), _CachedText(copy, length)
 
     def leave(self, staying: Sequence[int]) -> None:
         self._lengths_B, self._adapters_B = self._lengths_B[list(staying)], self._adapters_B[list(staying)]

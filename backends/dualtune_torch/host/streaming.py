@@ -30,7 +30,7 @@ KEY = "memory.resident_layers"
 
 
 class StreamedLayers:
-    """The decoder layers of a model, of which only some are on the device at a time."""
+    """The decoder layers of a model, only some of them on the device at a time."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, num_slots: int) -> None:
         """Keep the layers on the host and move everything else to the device. ConfigError if the model has fewer."""

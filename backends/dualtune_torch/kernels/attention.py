@@ -166,9 +166,9 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    if lacking := _lacking(varlen_attn):
+    if missing := _missing_options(varlen_attn):
         raise NotCovered(
-            f"torch {torch.__version__} has FlashAttention without {', '.join(lacking)}, torch {RAGGED_TORCH} has it "
+            f"torch {torch.__version__} has FlashAttention without {', '.join(missing)}, torch {RAGGED_TORCH} has it "
             f"with them. Run: pip install --upgrade 'torch>={RAGGED_TORCH}'"
         )
     B, _, T, _ = q_BHTd.shape
@@ -202,7 +202,7 @@ class _Gathered(torch.autograd.Function):
 
 
 @cache  # it is asked in every layer of every step
-def _lacking(varlen_attn: Callable[..., Any]) -> list[str]:
+def _missing_options(varlen_attn: Callable[..., Any]) -> list[str]:
     """Return the arguments that this torch's function does not have."""
     parameters = inspect.signature(varlen_attn).parameters
     return [name for name in VARLEN_OPTIONS if name not in parameters]

@@ -87,7 +87,7 @@ def choose(
     # The model's own results come before the first change to it.
     expected = own_results(model)
     alone = [module for module in model.modules() if isinstance(module, AdaptedLayer) and not module.grouped]
-    if any(layer.count is None for layer in alone):  # stacks of experts are no linear layers
+    if any(layer.count is None for layer in alone):  # stacks of experts are not linear layers
         chosen.remarks.append("adapters plain: adapter.merge_for has no fast code")
     elif "lora" in names and (
         any(isinstance(module, AdaptedLayer) for module in model.modules())
@@ -136,7 +136,7 @@ def own_attention(model: PreTrainedModel, kernels: Kernels) -> Iterator[None]:
 
 @contextmanager
 def _tried(chosen: Kernels, name: str, errors: tuple[type[Exception], ...] = TRIAL_ERRORS) -> Iterator[None]:
-    """Within this context a kernel is tried: where the trial fails, the model's own code stays, and is told why."""
+    """Try a kernel in the block. If the trial fails, the model's own code stays, and the reason is noted."""
     try:
         yield
     except errors as error:

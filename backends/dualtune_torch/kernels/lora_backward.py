@@ -61,7 +61,7 @@ def _back_g(g_MN: Tensor, up_Nr: Tensor, u_Mr: Tensor, scale: float) -> tuple[Te
     return v_Mr, grad_up_Nr
 
 
-# --- products of which nothing is rounded to 16 bits but a result that is returned ------------------------------------
+# --- products that round nothing to 16 bits but a result that is returned ---------------------------------------------
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:

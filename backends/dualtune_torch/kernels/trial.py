@@ -47,43 +47,43 @@ class TrialResults:
 
     logits_1TV: Tensor
     layers: Layers
-    # Of weighted sums of the logits and of what layers return, by the embeddings and by what layers are given; empty:
+    # Of weighted sums of the logits and of layers' outputs, by the embeddings and by layers' inputs; empty:
     # they are not compared.
     gradients_1TD: Sequence[Tensor] = ()
 
 
 @dataclass
 class Layers:
-    """What each decoder layer was given and returned [1, T, D], in a list with an entry for each of its calls."""
+    """The inputs and outputs of each decoder layer, [1, T, D], in a list with an entry for each of its calls."""
 
     modules: Sequence[nn.Module]  # none: layers are not compared
-    given: list[list[Tensor]] = field(default_factory=list)
-    returned: list[list[Tensor]] = field(default_factory=list)
+    inputs: list[list[Tensor]] = field(default_factory=list)
+    outputs: list[list[Tensor]] = field(default_factory=list)
 
     @contextmanager
-    def noted(self, given: Layers | None = None) -> Iterator[None]:
-        """Note what is given and returned in the block. Layers are given what `given` has noted, if it is there.
+    def recording(self, fixed: Layers | None = None) -> Iterator[None]:
+        """Record inputs and outputs in the block. `fixed`: layers get the inputs that these have recorded.
 
-        Gradients end where a layer is given something.
+        Gradients end at the inputs.
         """
-        self.given, self.returned = [[] for _ in self.modules], [[] for _ in self.modules]
+        self.inputs, self.outputs = [[] for _ in self.modules], [[] for _ in self.modules]
         with ExitStack() as undo:
             for number, module in enumerate(self.modules):
-                enter, leave = self._hooks(number, given)
+                enter, leave = self._hooks(number, fixed)
                 undo.callback(module.register_forward_pre_hook(enter).remove)
                 undo.callback(module.register_forward_hook(leave).remove)
             yield
 
-    def _hooks(self, number: int, given: Layers | None) -> tuple[Callable[..., Any], Callable[..., None]]:
+    def _hooks(self, number: int, fixed: Layers | None) -> tuple[Callable[..., Any], Callable[..., None]]:
         def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             own_1TD, *others = args
-            x_1TD = own_1TD if given is None else torch.cat(given.given[number], dim=-2)
+            x_1TD = own_1TD if fixed is None else torch.cat(fixed.inputs[number], dim=-2)
             # As in training, where compiled code has inputs with gradients.
-            self.given[number].append(x_1TD.detach().requires_grad_(torch.is_grad_enabled()))
-            return self.given[number][-1], *others
+            self.inputs[number].append(x_1TD.detach().requires_grad_(torch.is_grad_enabled()))
+            return self.inputs[number][-1], *others
 
         def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self.returned[number].append(output if isinstance(output, Tensor) else output[0])
+            self.outputs[number].append(output if isinstance(output, Tensor) else output[0])
 
         return enter, leave
 
@@ -91,12 +91,12 @@ class Layers:
         """Return the largest difference of a number that a layer returns, beyond what storing that number rounds,
         relative to the largest number that it adds to the token."""
         gap = 0.0
-        for actual, own, given in zip(self.returned, expected.returned, expected.given, strict=True):
-            actual_1TD, own_1TD, given_1TD = (
-                torch.cat(calls, dim=-2).detach().float() for calls in (actual, own, given)
+        for actual, own, inputs in zip(self.outputs, expected.outputs, expected.inputs, strict=True):
+            actual_1TD, own_1TD, input_1TD = (
+                torch.cat(calls, dim=-2).detach().float() for calls in (actual, own, inputs)
             )
             rounded_1TD = 2 * torch.finfo(own[0].dtype).eps * own_1TD.abs()
-            added_1T1 = (own_1TD - given_1TD).abs().amax(-1, keepdim=True).clamp(min=TINY)
+            added_1T1 = (own_1TD - input_1TD).abs().amax(-1, keepdim=True).clamp(min=TINY)
             gaps_1TD = ((actual_1TD - own_1TD).abs() - rounded_1TD) / added_1T1
             gap = max(gap, float(gaps_1TD.nan_to_num(torch.inf).max()))
         return gap
@@ -111,7 +111,7 @@ def own_results(model: PreTrainedModel) -> TrialResults:
             if allocator.is_out_of_memory(error):
                 raise
     layers = _layers_of(model)
-    with torch.no_grad(), layers.noted():
+    with torch.no_grad(), layers.recording():
         return TrialResults(_separate(model), layers)
 
 
@@ -183,7 +183,7 @@ def compare(model: PreTrainedModel, run: Callable[[], Tensor], expected: TrialRe
     if expected.gradients_1TD:
         actual = _differentiated(model, run, layers, expected.layers)
     else:
-        with layers.noted(expected.layers):
+        with layers.recording(expected.layers):
             actual = TrialResults(run().detach(), layers)
     gap = layers.largest_gap(expected.layers)
     if layers.modules and not gap <= ROUNDING[dtype]:  # also true for NaN
@@ -198,9 +198,9 @@ def compare(model: PreTrainedModel, run: Callable[[], Tensor], expected: TrialRe
 
 
 def _differentiated(
-    model: PreTrainedModel, run: Callable[[], Tensor], layers: Layers, given: Layers | None = None
+    model: PreTrainedModel, run: Callable[[], Tensor], layers: Layers, fixed: Layers | None = None
 ) -> TrialResults:
-    """Return the logits that `run` returns, what layers are given and return, and the gradients."""
+    """Return the logits that `run` returns, the inputs and outputs of layers, and the gradients."""
     embeddings: list[Tensor] = []
 
     def begin_here(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -209,11 +209,11 @@ def _differentiated(
 
     hook = model.get_input_embeddings().register_forward_hook(begin_here)
     try:
-        with torch.enable_grad(), layers.noted(given):
+        with torch.enable_grad(), layers.recording(fixed):
             logits_1TV = run()
-            numbers = [logits_1TV, *(y_1TD for calls in layers.returned for y_1TD in calls)]
+            numbers = [logits_1TV, *(y_1TD for calls in layers.outputs for y_1TD in calls)]
             total = torch.stack([_weighted(x_1TN) for x_1TN in numbers]).sum()
-            leaves = [embeddings] * (not layers.modules) + layers.given
+            leaves = [embeddings] * (not layers.modules) + layers.inputs
             gradients = torch.autograd.grad(total, [leaf for calls in leaves for leaf in calls])
     finally:
         hook.remove()

@@ -31,7 +31,7 @@ from dualtune_torch.weights.places import joined_experts, joined_rows, stored_na
 # with a scale for each block of 128 x 128 weights.
 
 CONFIGS = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
-# On a CPU it warns that the weights are dequantized, which it was told to do.
+# On a CPU it warns that the weights are dequantized, although that was asked for.
 getLogger("transformers.quantizers.quantizer_mxfp4").setLevel("ERROR")
 
 
@@ -42,7 +42,7 @@ def stored_format(config: Mapping[str, Any]) -> str | None:
 
 
 def loading_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `from_pretrained` is told; nothing for a model in another format."""
+    """Return the options of `from_pretrained`; none for a model in another format."""
     name = stored_format(config)
     return {} if name is None else {"quantization_config": CONFIGS[name](dequantize=True)}
 

@@ -109,7 +109,7 @@ def _forward(self: Any, x: Tensor) -> Tensor:
 
 
 def config(dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Return the same format as transformers' loader is told it."""
+    """Return the same format as an option of transformers' loader."""
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )

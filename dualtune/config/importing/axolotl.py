@@ -594,7 +594,7 @@ RULES = (
            "grokfast_*", "this kind of training or start is not supported yet"),
     absent("qat quantization nvfp4_merge_aware* llmcompressor",
            "training sees the merge as affine4, affine8, nf4, q4_0 or q8_0 round it", "adapter.merge_for"),
-    absent("kd_*", "`dualtune distill record` writes what a teacher says of the data, and distill learns it: forward "
+    absent("kd_*", "`dualtune distill record` writes a teacher's distributions, and distill learns them: forward "
            "KL, or a mix with the reverse one by beta, with a weight for the loss of sft",
            "train.objective, distill.distributions, distill.divergence, distill.beta, distill.sft_weight"),
     absent("use_eaft eaft_* center_rewards_coefficient num_labels",
@@ -656,7 +656,7 @@ RULES = (
     absent("trl.chat_template_kwargs", "a mapping, for all rows", "data.template_variables"),
     absent("ebft nemo_gym_* hatchery", NO_REWARDS),
     needless("dpo_use_liger_kernel dpo_padding_free precompute_ref_log_probs dpo_use_logits_to_keep",
-             "what the reference says of the answers is computed once, and the layout does not change the result"),
+             "the reference's log-probabilities are computed once, and the layout does not change the result"),
     absent("dpo_generate_during_eval", "prompts to answer at an evaluation", "run.sample_prompts"),
     absent("dpo_norm_loss", "a loss is the mean over the pairs of a step"),
     absent("reinit_weights", "`model.init: random` is only for measuring speed and memory",

@@ -246,7 +246,7 @@ def _source(file: ForeignFile, key: str, name: str, table: dict[str, Any] | None
     return source | _layout(file, where, row)
 
 
-# Columns of a preference -> ours: what is asked in rows like Alpaca's, and what is answered.
+# Columns of a preference -> ours: the question in rows like Alpaca's, and the answer.
 _PROMPT = {"prompt": "prompt", "query": "input", "system": "system"}
 _ANSWERS = {"preference": {"chosen": "chosen", "rejected": "rejected"}, "unpaired_preference": {"kto_tag": "label"}}
 _READ = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "subset", "split", "ranking", "formatting", "columns",
@@ -395,7 +395,7 @@ RULES = (
            LAUNCHED, "memory.sharding"),
     absent("freeze_vision_tower freeze_multi_modal_projector freeze_language_model image_* video_* audio_* media_dir "
            "crop_to_patches use_audio_in_video", "models are trained on text alone"),
-    absent("split_special_tokens", "what a special token in a row's text means is said for all of them",
+    absent("split_special_tokens", "the meaning of special tokens in a row's text is one setting for all of them",
            "data.special_tokens_in_text"),
     absent("rope_scaling shift_attn mixture_of_depths upcast_layernorm upcast_lmhead_output train_from_scratch "
            "block_diag_attn model_max_length", "the base is computed as its config.json says"),

@@ -30,7 +30,7 @@ _COUNTS = ("num_generations", "max_completion_length", "num_iterations")
 _OBJECTIVES = {"grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "bnpo": "dapo", "cispo": "cispo"}
 _SCALES = {"group": "group", "true": "group", "batch": "step", "none": "none", "false": "none"}
 _REWARDS = {"accuracy_reward": "number", "think_format_reward": "regex:^<think>.*?</think>"}  # of TRL, and the nearest
-# Other options of TRL's trainers, and what is so here.
+# Other options of TRL's trainers, and what holds here.
 LOST = {
     "delta": "a ratio is clipped on one side, by the sign of the advantage",
     "mask_truncated_completions": "answers that a limit ended are rewarded as they are; the metric `cut` counts them",
@@ -49,7 +49,7 @@ LOST = {
     "reward_model_name_or_path": "a reward is a function: FILE.py:FUNCTION in rollouts.rewards may ask a model",
     "vllm_structured_outputs_regex": "answers are drawn from all tokens; rollouts.rewards may judge their form: regex:",
 }
-_AS_HERE: dict[str, tuple[Any, ...]] = {  # values of these that ask for what is so here
+_AS_HERE: dict[str, tuple[Any, ...]] = {  # values of these that ask for what holds here
     "mask_truncated_completions": (False,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,),
     "multi_objective_aggregation": ("sum_then_normalize",), "top_entropy_quantile": (1,), "entropy_coef": (0,),
     "use_adaptive_entropy": (False,),
@@ -60,7 +60,7 @@ NEEDLESS = (
     "use_transformers_continuous_batching transformers_continuous_batching_config entropy_coef_* entropy_target "
     "sapo_temperature_* vespo_*"
 )
-# What only TRL's RLOO has, and what is so here; and what its GRPO alone has.
+# Options of TRL's RLOO alone, with what holds here, and of its GRPO alone.
 RLOO = {
     "normalize_advantages": "an advantage is the difference from the others, divided by nothing",
     "reward_clip_range": "rewards count as they are; clip them in the function",
@@ -119,7 +119,7 @@ def lost_in(file: ForeignFile, names: Mapping[str, str] | None = None) -> Iterat
 def batch(
     file: ForeignFile, per_device: str, accumulated: str, generations: str, default: int = DEFAULTS["num_generations"]
 ) -> Settings:
-    """Translate a batch of answers to prompts of a step. `default`: the answers to a prompt, if none are said."""
+    """Translate a batch of answers to prompts of a step. `default`: the answers to a prompt."""
     size, times = file.count(per_device), file.count(accumulated)
     each = file.count(generations) if generations in file else default
     origin = f"{per_device}: {size} × {accumulated}: {times} answers // {generations}: {each}"

@@ -61,7 +61,7 @@ _PREFERENCES = {
 }
 _SFT_LOSSES = ("nll", "chunked_nll", "dft")
 _LENGTHS = "data.max_length is that of prompt and answer together"
-_NOT_HERE = {  # their other keys: the value that changes nothing, and what is so here
+_NOT_HERE = {  # their other keys: the value that changes nothing, and what holds here
     "ld_alpha": (1.0, "every token of an answer counts alike"),
     "use_weighting": (False, "every pair has the same weight"),
     "f_divergence_type": ("reverse_kl", "dpo has the reverse KL"),
@@ -178,7 +178,7 @@ def _preference(file: ForeignFile) -> Settings:
         if name in file and file.get(name) != neutral:
             file.lose(name, reason)
     if not file.flag("sync_ref_model"):
-        file.skip_all(_REFERENCE, "what the reference says of the answers is computed once, before training")
+        file.skip_all(_REFERENCE, "the reference's log-probabilities of the answers are computed once, before training")
     if file.get("disable_dropout") is not False:
         settings |= preferences.without_dropout(file, "lora_dropout")
     return settings

@@ -28,7 +28,7 @@ from dualtune.data.chat.tools import LONG_ID, NINE_ID, PROBE_ARGUMENTS, PROBE_TO
 from dualtune.data.sources.rows import RowError
 
 # ----------------------------------------------------------------------------------------------------------------------
-# An answer as it comes, split into what is said and the calls: text at once, a call when it closes.
+# An answer as it comes, split into text and calls: text at once, a call when it closes.
 #
 # What may become a call is held back until it is one, or the answer ends; then it is text. The white space before a
 # call, and the marks around it, belong to it.
@@ -40,7 +40,7 @@ _BLANK = re.compile(r"\s*")
 
 
 class CallReader:
-    """Reads the calls of one answer, in any of some notations, of which the first ones go first."""
+    """Reads the calls of one answer, in any of some notations; earlier ones take precedence."""
 
     def __init__(self, notations: Sequence[CallNotation], tools: Tools) -> None:
         self._notations, self._tools = notations, tools
@@ -72,7 +72,7 @@ class CallReader:
                 if following or not self._has_passed_tails(self._open, is_end=is_end):
                     return
             start, is_mark = self._next_mark(is_end=is_end)
-            if text := self._said(start, is_rest=is_end and not is_mark):
+            if text := self._text_until(start, is_rest=is_end and not is_mark):
                 yield text
             if not is_mark:
                 return
@@ -124,8 +124,8 @@ class CallReader:
         parts = (n for mark in self._marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
         return len(self._text) - (0 if is_end else max(parts, default=0)), False
 
-    def _said(self, end: int, *, is_rest: bool) -> str:
-        """Return what is said up to a place, and pass it on. White space waits for what follows it."""
+    def _text_until(self, end: int, *, is_rest: bool) -> str:
+        """Return the text up to a place, and pass it on. White space waits for what follows it."""
         text = self._text[self._at : end]
         if self._is_behind_call:
             piece = text.strip() if text.strip(SEPARATORS) else ""
@@ -137,7 +137,7 @@ class CallReader:
         return text if is_rest and not self._num_calls else ""
 
     def _read(self, start: int) -> tuple[WrittenCall | None, bool]:
-        """Return the call that begins at a mark, or whether what is there cannot become one."""
+        """Return the call that begins at a mark, or whether the text so far cannot become one."""
         is_broken = False
         for notation in self._notations:
             marks = notation.marks(self._tools)

@@ -64,6 +64,8 @@ MESSAGE_KEYS = {"role", "content", "from", "value", "train", "weight", "tool_cal
 
 @dataclass(frozen=True, slots=True)
 class Message:
+    """A turn of a conversation."""
+
     role: str  # system, user, assistant, tool
     content: str  # "" if the message consists of tool calls
     train: bool = True  # whether an assistant turn is trained on (other roles never are)

@@ -90,7 +90,7 @@ def unread(
     """Return the kinds of the columns that are not in `read` and seem to hold a part of the conversation.
 
     `texts` and `reasoning` are what was read: a column that only repeats them, or that is all the texts with a frame,
-    is no loss. The class of a plain text (`is_plain`) is one of these columns, whatever it holds.
+    loses nothing. The class of a plain text (`is_plain`) is one of these columns, whatever it holds.
     """
     kinds: set[str] = set()
     whole: str | None = None

@@ -26,7 +26,7 @@ from typing import Any, cast
 from dualtune.base.errors import DataError
 from dualtune.data.chat.call_notations import common_prefix
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.chat.row_values import FOLDED, KEYS_OF_REASONING, sentence
 from dualtune.data.chat.template import TEMPLATES_WITH_TOOLS
 from dualtune.data.sources.rows import RowError
@@ -134,7 +134,7 @@ class _Chat:
         return [self._turn(i) for i in trained], [self.messages[i].weight for i in trained]
 
     def notices(self, loss_on: str) -> frozenset[str]:
-        """Return the kinds of what is said and not learned; call it after `targets`."""
+        """Return the kinds of text that the loss leaves out; call it after `targets`."""
         trained = {i: self._located.get(i) for i in self._trained(loss_on)}
         turns = {i: self.text[slice(*turn)] if turn else self.text for i, turn in trained.items()}
         question = max((i for i, message in enumerate(self.messages) if message.role == "user"), default=-1)

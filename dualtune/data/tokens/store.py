@@ -53,11 +53,13 @@ INDEX = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class Document:
+    """The tokens of a document, and which of them are targets."""
+
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T]: this token is a target
     where: str = ""  # path:line of the row
     has_control_text: bool = False  # the row's content contains a control token
-    weights: np.ndarray | None = None  # float32 [T], 0 where the token is no target; None: 1 for all targets
+    weights: np.ndarray | None = None  # float32 [T], 0 where the token is not a target; None: 1 for all targets
 
     @property
     def num_targets(self) -> int:
@@ -183,11 +185,12 @@ def common_beginning(first: Tokens, other: Tokens) -> int:
     length = min(len(first[0]), len(other[0]))
     differs_T = first[0][:length] != other[0][:length]
     ends_T = differs_T | (first[1][:length] != 0) | (other[1][:length] != 0)
-    ends_T[0] = differs_T[0]  # nothing precedes the first token, so it is no target
+    ends_T[0] = differs_T[0]  # nothing precedes the first token, so it is not a target
     return max(0, (int(ends_T.argmax()) if ends_T.any() else length) - 1)
 
 
 def stored_in_memory(rows: list[TokenizedRow]) -> TokenStore:
+    """Return a store like that of a file, without one."""
     tokens, index, weights = BytesIO(), BytesIO(), BytesIO()
     writer = Writer(tokens, index, lambda: weights)
     for row in rows:

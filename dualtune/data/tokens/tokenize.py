@@ -16,7 +16,7 @@ from itertools import islice, pairwise, product
 import numpy as np
 
 from dualtune.base import interrupt
-from dualtune.data.chat.formats import EQUAL_TEXTS, Example, answers, judged
+from dualtune.data.chat.examples import EQUAL_TEXTS, Example, answers, judged
 from dualtune.data.chat.row_values import NO_BOS
 from dualtune.data.sources.rows import BadRow, RowError
 from dualtune.data.tokens.masks import NO_END, Rendered, render_example
@@ -42,6 +42,8 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenizedRow:
+    """The documents of a row, and what a store records of it."""
+
     path: str
     line: int
     number: int  # of the row in its source, from 0; bad rows do not count
@@ -157,7 +159,7 @@ def _finish(
 
 
 def _notices(rendered: Rendered, tokens: Tokens, tokenizer: Tokenizer, loss_on: str) -> frozenset[str]:
-    """Return the kinds of what is said about a text: a turn without an end, a text without a beginning."""
+    """Return the kinds of remarks on a text: a turn without an end, a text without a beginning."""
     notices, stop = rendered.notices, tokenizer.stop_text
     has_ends = stop and all(rendered.text.endswith(stop, 0, end) for _, end in rendered.ranges)
     has_ends = has_ends or _earlier_end(*tokens, tokenizer.stop_ids)

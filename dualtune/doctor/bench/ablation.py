@@ -116,7 +116,7 @@ class AblationRow:
         return self.loss / baseline.loss - 1
 
     def problem(self, baseline: AblationRow) -> str:
-        """Say what is wrong with this row; empty if nothing is."""
+        """Return what is wrong with this row; empty if nothing is."""
         if self.failure:
             return f"was not measured: {self.failure}"
         if self.difference is None:
@@ -245,7 +245,7 @@ def _offered(
             continue
         rows.append(row)
     if combined := [row.technique for row in rows if row.technique.combined]:
-        # Of several values for a key, the last one in the table counts.
+        # The last one in the table counts of several values for a key.
         settings = {key: value for technique in combined for key, value in technique.settings.items()}
         same = all(technique.same_result for technique in combined)
         rows.append(AblationRow(Technique(ALL, settings, same_result=same)))

@@ -223,6 +223,8 @@ class ProfiledStep:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
+    """The measured steps of `dualtune bench`."""
+
     environment: Mapping[str, Any]
     model: str
     load_s: float

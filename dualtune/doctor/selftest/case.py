@@ -83,7 +83,7 @@ class Sizes:
     speed_steps: int
 
 
-def _known(name: str, quantization: str, *lengths: tuple[int, ...]) -> TrainedShape:
+def _published(name: str, quantization: str, *lengths: tuple[int, ...]) -> TrainedShape:
     return TrainedShape(name.split("/")[1], KNOWN[name], quantization, lengths)
 
 
@@ -106,19 +106,19 @@ SIZES: Mapping[str, Sizes] = {
     "metal": Sizes(
         model=_COMPARED,
         lengths=(200, 317, 64, 129),
-        memory=(_known(_SMOLLM2, "none", *_VARIED), _known(_TINYLLAMA, "affine4", *_VARIED)),
-        speed=_known(_SMOLLM2, "none", (700, 600, 748)),
+        memory=(_published(_SMOLLM2, "none", *_VARIED), _published(_TINYLLAMA, "affine4", *_VARIED)),
+        speed=_published(_SMOLLM2, "none", (700, 600, 748)),
         speed_steps=8,
     ),
     "cuda": Sizes(
         model=_COMPARED,
         lengths=(200, 317, 64, 129),
         memory=(
-            _known(_SMOLLM2, "none", *_VARIED),
-            _known(_TINYLLAMA, "nf4", *_VARIED),
-            _known(_MISTRAL, "nf4", (4096,), (2500, 1000)),
+            _published(_SMOLLM2, "none", *_VARIED),
+            _published(_TINYLLAMA, "nf4", *_VARIED),
+            _published(_MISTRAL, "nf4", (4096,), (2500, 1000)),
         ),
-        speed=_known(_TINYLLAMA, "none", (1300, 700, 1000, 1096)),
+        speed=_published(_TINYLLAMA, "none", (1300, 700, 1000, 1096)),
         speed_steps=20,
     ),
 }

@@ -77,7 +77,7 @@ def observe(plan: Plan, setup: ValidationSetup, hooks: Sequence[Hook] = ()) -> O
     assert config.train.steps is not None  # every tier's config has it
     gc.collect()  # frees the model of the previous tier
     kind = backend.devices()[0].kind
-    # What is asked for is noted before the run, so that a run that fails at once can be judged, too.
+    # The request is noted before the run, so that a run that fails at once can be judged, too.
     watch = Watch(backend)
     observed = Observed(
         device_kind=kind,

@@ -50,7 +50,7 @@ class Matrices(NamedTuple):
     number: int
 
 
-class Kept(NamedTuple):
+class SavedTensors(NamedTuple):
     """What a layer keeps for the backward pass besides what its adapters keep, in bytes."""
 
     token: int  # for each token
@@ -66,12 +66,14 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CountedLayer:
+    """A decoder layer as a backend has counted it."""
+
     linears: tuple[CountedLinear, ...]
     matrices: tuple[Matrices, ...]
     parameters: int  # stored
     active: int  # weights that a token is multiplied with: of experts only those that it is sent to
     has_state: bool  # whether documents in a packed row are computed in rows of their own
-    kept: Mapping[str, Kept]  # by `variant`
+    kept: Mapping[str, SavedTensors]  # by `variant`
 
     @property
     def widest(self) -> int:
@@ -241,7 +243,7 @@ def _read(file: Path) -> Counted | None:
 
 def _layer(table: Mapping[str, Any]) -> CountedLayer:
     kept_by_variant = {
-        name: Kept(token, pair, largest, tuple(inputs), tuple(recomputed), *optional)
+        name: SavedTensors(token, pair, largest, tuple(inputs), tuple(recomputed), *optional)
         for name, (token, pair, largest, inputs, recomputed, *optional) in table["kept"].items()
     }
     return CountedLayer(

@@ -337,7 +337,7 @@ def _matrices_of(decoder: Shape) -> Counter[tuple[str, tuple[int, ...]]]:
 
 
 def tensors_of(decoder: Shape, ask: Ask) -> tuple[TrainedTensors, ...]:
-    """Return what is trained, by shape. What is no matrix of a model or an adapter counts as one vector."""
+    """Return what is trained, by shape. Everything but the matrices of a model or an adapter counts as one vector."""
     if ask.method == FULL:
         tensors = _matrices_of(decoder)
     else:
@@ -421,7 +421,7 @@ def affine_weights(decoder: Decoder, ask: Ask) -> MemoryPart:
 
 
 def affine_bytes(out: int, in_: int, bits: int, c: int) -> int:
-    """Return the bytes of a matrix. Matrices with rows that are no multiple of a group stay plain, as in mlx-lm."""
+    """Return the bytes of a matrix. Matrices with rows that are not a multiple of a group stay plain, as in mlx-lm."""
     n = out * in_
     return c * n if in_ % AFFINE_GROUP else n * bits // 8 + 2 * c * n // AFFINE_GROUP
 
@@ -514,7 +514,7 @@ def ask_of(config: Config, decoder: Shape, backend: str, device: str) -> Ask:
     if quantization not in on.quantizations:
         allowed = ", ".join(("auto", *on.quantizations))
         raise ConfigError(f"model.quantization: got '{quantization}', the backend '{backend}' honours: {allowed}")
-    # A target that selects nothing is told now, not when the estimate asks for it.
+    # A target that selects nothing is an error now, not when the estimate asks for it.
     if not config.adapter.trains_model:
         alphas = (*config.adapter.alpha_pattern.items(),)
         checked_pattern(decoder, "alpha_pattern", alphas, ranks(decoder, config.adapter))
@@ -575,7 +575,7 @@ def checkpointing_of(config: Config) -> ActivationCheckpointing:
 
 
 def _full_because(value: str | CheckpointedLayers, where: str, rule: str) -> ActivationCheckpointing:
-    """Return that everything is recomputed, because another key needs it. ConfigError, with the rule, for a value
+    """Return the setting that recomputes everything, which another key needs. ConfigError, with the rule, for a value
     that is against it.
 
     The backward pass of a streamed layer follows its recomputation.

@@ -1,4 +1,4 @@
-"""What is put beside a model that continues texts, and how much of it free memory holds: keys and values, adapters."""
+"""The memory beside a model that generates: how many tokens of keys and values, and how many adapters, fit."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dualtune.engine.memory.estimate import ITEM_BYTES
 from dualtune.engine.memory.shapes import Decoder, UnknownShape, any_decoder
 
 CACHE_SHARE = 0.4  # for keys and values: while rows enter, those of all are there twice
-HELD_SHARE = 0.25  # as many of these tokens beside them, of texts that have ended
+ENDED_SHARE = 0.25  # as many of these tokens beside them, of texts that have ended
 BANK_SHARE = 0.25  # for the adapters of a batch
 
 
 def cache_bytes(decoder: Decoder, dtype: str) -> int:
-    """Return what the keys and values of a token take in all layers."""
+    """Return the bytes of the keys and values of a token in all layers."""
     return decoder.layers * 2 * decoder.kv_width * ITEM_BYTES.get(dtype, 4)
 
 
 def cache_tokens(config: Mapping[str, Any], dtype: str, memory: MemoryStats) -> int | None:
-    """Return of how many tokens keys and values fit; None for a model, by its config.json, without a formula."""
+    """Return for how many tokens keys and values fit; None if there is no formula for the model's config.json."""
     try:
         decoder = any_decoder(config)
     except UnknownShape:

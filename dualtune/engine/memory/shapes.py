@@ -197,7 +197,7 @@ def any_decoder(config: Mapping[str, Any]) -> Decoder:
 
 
 def _number(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    """Return the value of the first of these keys in config.json. UnknownShape if it is no number."""
+    """Return the value of the first of these keys in config.json. UnknownShape if it is not a number."""
     value = next((config[name] for name in names if config.get(name)), default)
     if not isinstance(value, int):
         raise UnknownShape(f"its config.json has no {names[0]}, or one for each layer")
@@ -284,7 +284,7 @@ KNOWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def published(name: str) -> Mapping[str, Any] | None:
-    """Return what is known of the config.json of a published model, by its hub id; None: it is not in the tables.
+    """Return the facts of a published model's config.json, by its hub id; None: it is not in the tables.
 
     The second table, published.json, has the shapes alone (scripts/published_shapes.py). A copy below `unsloth/` under
     the same name has the same shape.

@@ -128,7 +128,7 @@ def _check_scores(engine: Engine, vocab: int, each: Sequence[Engine], bank: Adap
 
 
 def _scored(texts: Sequence[np.ndarray]) -> Batch:
-    """Return a batch with a row for each text, of which each token but the first is a target."""
+    """Return a batch with a row for each text; each token but the first is a target."""
     shape = len(texts), max(map(len, texts))
     tokens_BT, labels_BT, segments_BT = np.zeros(shape, np.int32), np.full(shape, IGNORE_INDEX), np.zeros(shape, int)
     for b, text in enumerate(texts):

@@ -378,7 +378,7 @@ def top_engine(case: Case, *, dropout: float = 0.0) -> Engine:
     return case.engine(targets=TOP.get(case.model_dir.name, TOP_LAYER), dropout=dropout)
 
 
-def given(engine: Engine, batch: Batch) -> Batch:
+def with_hidden_states(engine: Engine, batch: Batch) -> Batch:
     """Return the batch with its hidden states, 0 for padding."""
     states_BTD = engine.hidden_states(batch)
     return replace(batch, hidden_BTD=np.where(batch.segments_BT[..., None] > 0, states_BTD, states_BTD.dtype.type(0)))
@@ -390,7 +390,7 @@ def check_given_hidden_states_are_the_computed_ones(case: Case) -> None:
         return
     engine, plain = top_engine(case, dropout=0.3), case.batch()
     assert engine.description.layers_below_adapter == 1
-    with_states, fresh = given(engine, plain), engine.optimizer_state()
+    with_states, fresh = with_hidden_states(engine, plain), engine.optimizer_state()
     assert with_states.hidden_BTD is not None and np.any(with_states.hidden_BTD)
     pairs = [(plain, with_states)]
     if packs(case):  # from separate rows, where every document was computed alone
@@ -415,7 +415,7 @@ def check_given_hidden_states_are_used(case: Case) -> None:
     engine, plain = top_engine(case), case.batch()
     before, logprobs, fresh = engine.evaluate(plain).loss_sum, engine.logprobs(plain), engine.optimizer_state()
     grads = gradient(engine, plain)
-    good = given(engine, plain)
+    good = with_hidden_states(engine, plain)
     assert good.hidden_BTD is not None
     other = replace(good, hidden_BTD=good.hidden_BTD[:, ::-1].copy())
     assert abs(engine.evaluate(other).loss_sum - before) > 1e-3
@@ -440,7 +440,7 @@ def check_recomputation_takes_given_hidden_states(case: Case) -> None:
     if not caches(case):
         return
     engine = top_engine(case, dropout=0.3)
-    batch, fresh = given(engine, case.batch()), engine.optimizer_state()
+    batch, fresh = with_hidden_states(engine, case.batch()), engine.optimizer_state()
     expected = gradient(engine, batch)
     honoured = case.backend.capabilities().get("memory.checkpointing", frozenset())
     ways = {value: VALUES[value] for value in VALUES if value in honoured}

@@ -55,6 +55,8 @@ MODEL_TYPE = "dualtune-softmax"
 
 
 class NumpyBackend:
+    """See `dualtune.engine.backend.Backend`."""
+
     name = CARD.name
 
     def __init__(self) -> None:
@@ -105,6 +107,8 @@ def backend(device: str = "auto") -> NumpyBackend:
 
 
 class NumpyEngine:
+    """See `dualtune.engine.backend.Engine`. All arithmetic is float64."""
+
     def __init__(self, weights: Tensors, request: LoadRequest) -> None:
         self._weights = {name: w.astype(np.float64) for name, w in weights.items()}
         self._request = request
@@ -422,7 +426,7 @@ class NumpyDecoding:
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None, held: Sequence[GenerationCache | None] | None = None,
+        *, adapters: Sequence[int] | None = None, caches: Sequence[GenerationCache | None] | None = None,
     ) -> NumpyNextLogits:  # fmt: skip
         rows = [*range(len(texts))] if text_of is None else [*text_of]
         adapters_B = adapters_of(texts, adapters)[rows]

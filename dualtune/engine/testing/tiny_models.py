@@ -116,8 +116,8 @@ def _write(path: Path, config: dict[str, Any], weights: dict[str, np.ndarray]) -
 def random_batch(lengths: Sequence[int], vocab: int, *, seed: int = 0, pad: int = 0, prompt: int = 2) -> Batch:
     """Return rows of the given lengths with random tokens, padded by `pad` more columns than needed.
 
-    The first `prompt` tokens of each row are no targets. A row of the same length and position has the same tokens with
-    any padding.
+    The first `prompt` tokens of each row are not targets. A row of the same length and position has the same tokens,
+    whatever the padding.
     """
     shape = (len(lengths), max(lengths) + pad)
     tokens, segments, positions = (np.zeros(shape, np.int32) for _ in range(3))

@@ -212,7 +212,7 @@ def of_base(tensors: Tensors) -> Tensors:
 
 
 def extras_of(module: str, extras: Tensors) -> Tensors:
-    """Return those of one module."""
+    """Return the tensors of one module."""
     return {name: x for name, x in extras.items() if (parsed := parse_name(name)) and parsed[0] == module}
 
 

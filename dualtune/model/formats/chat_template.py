@@ -65,7 +65,7 @@ def recorded_hash(template: str | None, metadata: Mapping[str, Any]) -> str | No
 
 
 def describe_template(template: str | None, metadata: Mapping[str, Any]) -> str:
-    """Describe what is known of the training's template, in a few words."""
+    """Describe the training's template in a few words."""
     recorded = recorded_hash(template, metadata)
     if recorded is None:
         return "not recorded"

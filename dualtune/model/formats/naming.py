@@ -65,7 +65,7 @@ def mlx_name(module: str) -> str:
 
 
 def canonical_parameter(tensor: str) -> str:
-    """Return the canonical name of a parameter in a weight file that is no linear layer's weight: of a norm, a bias."""
+    """Return the canonical name of a parameter of a weight file, such as a norm or a bias; not of a layer's weight."""
     if match := _BESIDE.fullmatch(tensor):
         return STACK + match["name"]
     if tensor.endswith(_BIAS):
@@ -88,7 +88,7 @@ def stored_bias(name: str, tensors: Iterable[str]) -> str:
     if tensor := next((tensor for tensor in tensors if canonical_parameter(tensor) == name), None):
         return tensor
     raise ConfigError(
-        f"adapter.bias: the bias of {name.removesuffix(_BIAS)} is no tensor of the model's files, so a merge could not "
+        f"adapter.bias: the bias of {name.removesuffix(_BIAS)} is not in the model's files, so a merge could not "
         "hold it. Set adapter.bias: none"
     )
 
@@ -144,7 +144,7 @@ class Naming:
     peft: Prefixes = ()
     mlx: Prefixes = ()
     has_experts: bool = False
-    towers: tuple[str, ...] = ()  # components of the names of what is no part of the text model
+    towers: tuple[str, ...] = ()  # components of the names outside of the text model
     notes: tuple[str, ...] = ()  # what PEFT cannot load, or only in one way
     # The output head of a base that is trained as its embedding: PEFT's file has the numbers of both.
     tied_head: str | None = None
@@ -153,7 +153,7 @@ class Naming:
     own_router: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Return what is kept in dualtune.json: the fields that say something."""
+        """Return the entry of dualtune.json: the fields with values."""
         values = {name: value for name, value in asdict(self).items() if value and name != "experts"}
         return values if self.experts == ExpertNames() else values | {"experts": self.experts.as_json()}
 

@@ -234,7 +234,7 @@ def in_form_of(tensors: Tensors, names: ExpertNames) -> Tensors:
 
 
 def _without_idle(tensors: Tensors, idle: int) -> Tensors:
-    """Return an adapter without gate and up of what is no expert."""
+    """Return an adapter without the gate and up of other layers than experts."""
     rest = dict(tensors)
     for stack, modules in stacks_of(modules_of(tensors)).items():
         expert = expert_of(stack)
@@ -287,7 +287,7 @@ def in_switch(module: str, names: ExpertNames) -> str:
 
 
 def from_switch(module: str, A_ErI: np.ndarray, B_EOr: np.ndarray, names: ExpertNames, where: object) -> Pairs:
-    """Return the pairs of the experts of one of mlx-lm's modules. FormatError if it is no stack of experts."""
+    """Return the pairs of the experts of one of mlx-lm's modules. FormatError if it is not a stack of experts."""
     match = _SWITCH.fullmatch(module)
     if match is None or A_ErI.ndim != 3 or B_EOr.ndim != 3 or len(A_ErI) != len(B_EOr):
         raise FormatError(

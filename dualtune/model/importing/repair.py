@@ -117,7 +117,7 @@ def _repair(
     main = _main_layout(by_layout)
     findings += [Finding(f"{text}. Copy the adapter again") for text in unpaired[main]]
     if not by_layout[main]:
-        return config, by_layout  # the strict reader reports what is there instead
+        return config, by_layout  # the strict reader reports the file as it is
     settings = diagnose.scale_settings(config)
     ranks = _ranks(by_layout[main], settings.r or settings.rank)
     if not config.get("rank_pattern") and (None in ranks.values() or not readings(by_layout[main], ranks, shapes)):

@@ -82,7 +82,7 @@ def largest_singular(
     """Return (U [out, rank], S, Vᵀ [rank, in]) of the largest singular values, float64.
 
     Of a large matrix by the randomized subspace iteration of Halko, Martinsson & Tropp, arXiv 0909.4061, algorithms 4.4
-    and 5.1. The largest entry of each column of U is positive, so that signs are no matter of a library.
+    and 5.1. The largest entry of each column of U is positive, so that signs do not depend on a library.
     """
     import numpy as np
 
@@ -100,7 +100,7 @@ def largest_singular(
 
 
 def _with_opposite(A_rI: np.ndarray, B_Or: np.ndarray) -> ByPart:
-    """Return [A; A] and [B, -B]: the start, and what is kept of it."""
+    """Return [A; A] and [B, -B]: the trained start, and its frozen negative."""
     import numpy as np
 
     A_rI, B_Or = A_rI.astype(np.float32), B_Or.astype(np.float32)

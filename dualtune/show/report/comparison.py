@@ -91,7 +91,7 @@ def _picture(dots: Sequence[Dot], key: str, other: str, high: float, best: Dot |
         color = names.index(series[index]) if series else 0
         kind, title = f"dot{color}{'' if dot.run.is_done else ' ring'}", f"{dot.run.name}: {loss_text(dot.loss)}"
         marks.append({"x": x, "y": y, "kind": kind, "title": title, "is_high": dot.loss > high, "is_best": dot is best})
-    # Who does not see the picture is told what it shows first of all.
+    # Whoever does not see the picture hears first what it shows.
     label = f"{key}: {len(dots)} runs"
     if best is not None:
         label += f", the best has {shown_value(best.values.get(key))} with {loss_text(best.loss)}"
@@ -170,7 +170,7 @@ def comparison(runs: Sequence[RunFiles]) -> dict[str, Any]:
 
 
 def _criterion(runs: Sequence[RunFiles], best: RunFiles | None) -> str:
-    """Say by what the runs are compared."""
+    """Return the measure by which the runs are compared."""
     if not have_same_documents(runs):
         return "The runs were evaluated on different documents or tokens, so none is called the best."
     if not have_same_loss(runs):

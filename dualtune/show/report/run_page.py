@@ -18,7 +18,7 @@ from dualtune.show.report.run_sections import base_formats, sections_of
 def run_page(paths: Sequence[Path], tell: Callable[[str], object] = lambda problem: None) -> str:
     """Return the page of these run directories. ConfigError or FormatError if none can be read.
 
-    Of several, `tell` gets why one cannot, and the page says so.
+    If one of several cannot be read, `tell` gets the reason, and the page shows it.
     """
     runs, problems = read_runs(paths)
     for problem in problems:

@@ -195,7 +195,7 @@ def data(run: RunFiles) -> dict[str, Any] | None:
 
 
 def _preferences(counts: Mapping[str, Any]) -> Pairs:
-    """Return what is known of answers that are compared, if there are any."""
+    """Return the facts of answers that are compared, if there are any."""
     rows: list[tuple[str, str]] = []
     if pairs := as_table(counts.get("pairs")):
         longer = f"{_count(pairs, 'chosen_longer')}, the rejected one in {_count(pairs, 'rejected_longer')}"
@@ -276,7 +276,7 @@ def reproduce(run: RunFiles) -> dict[str, Any]:
 
 
 def next_commands(run: RunFiles) -> list[tuple[str, str]]:
-    """Return commands that go on from here, each with what it does."""
+    """Return the next commands to run, each with what it does."""
     config, model = str(run.path / "config.yaml"), str(run.setting("model", "name") or "MODEL")
     at = ("train", config, "--set", f"run.dir={run.path}")
     if run.result is None:
@@ -285,7 +285,7 @@ def next_commands(run: RunFiles) -> list[tuple[str, str]]:
     more = ("continue for as many steps again", _command(*at, "--set", f"train.steps={2 * step}"))
     if served_run(run.path):  # it has no data
         start = ("--set", f"adapter.init_from={run.path}/weights/NAME", "--set", "adapter.init_optimizer=true")
-        more = ("go on from a state of it, with data of yours", _command("train", "config.yaml", *start))
+        more = ("continue from one of its states, with data of yours", _command("train", "config.yaml", *start))
     answers = _command("eval", *at[1:], "--compare", "--exact-match", "--predictions", str(run.path / PREDICTIONS))
     held_out = run.curves.history.eval_loss is not None
     judge = [("put its answers on this page", f"{answers} && {_command('report', str(run.path))}")] if held_out else []

@@ -147,7 +147,7 @@ class Sender:
 
 
 def tracked(run: Path, mark: TrackerMark) -> TrackedRun:
-    """Return what a tracker is told of a run directory."""
+    """Return the run that a tracker gets, from a run directory."""
     name, config = run.resolve().name, load_config(run / CONFIG).model_dump(mode="json")
     flat = {f"{section}.{key}": _redacted(value) for section, keys in config.items() for key, value in keys.items()}
     return TrackedRun(run.resolve(), redact(name), mark.id, flat, mark.sent >= (0, 0))

@@ -42,7 +42,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker is told of a run. Secrets are redacted."""
+    """A run as a tracker gets it. Secrets are redacted."""
 
     directory: Path
     name: str
@@ -105,7 +105,7 @@ class TrackerProcesses(Hook):
 
     def on_start(self, info: RunInfo) -> None:
         for name in self._names:
-            if name in self._processes:  # an event that has failed is told again
+            if name in self._processes:  # an event that has failed is sent again
                 continue
             # -P: no module of the current directory, which may hold anybody's files, is imported
             command = [sys.executable, "-P", "-m", "dualtune.show.trackers.send", str(self._run), name]

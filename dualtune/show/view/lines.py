@@ -1,4 +1,4 @@
-"""What is said of a run, line by line: on the screen, in a pipe, and in log.txt."""
+"""The lines of a run: on the screen, in a pipe, and in log.txt."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ def answers_in_words(metrics: Mapping[str, float]) -> str:
 
 
 class RunLog(RunLines):
-    """Writes what is said of a run to its log.txt, each line with its time. A resumed run continues the file.
+    """Writes the lines of a run to its log.txt, each with its time. A resumed run continues the file.
 
     What a full disk refuses is written later. A log that could not be written to the end is reported there.
     """
 
     def __init__(self, path: Path, view: RunView, log_every: int, first: Sequence[str] = ()) -> None:
-        """`first`: what was said of the run before its model was loaded."""
+        """`first`: the lines from before the model was loaded."""
         super().__init__(view, log_every, self._note)
         self._path, self._first = path, first
         self._file: int | None = None
@@ -148,7 +148,7 @@ def step_fields(since: Sequence[StepRecord], view: RunView) -> Fields:
 
 
 def started(info: RunInfo) -> list[str]:
-    """Return what is known before the first step."""
+    """Return the lines before the first step."""
     engine = info.engine
     lines = [
         f"engine      {info.backend} on {engine['device']}, {engine['dtype']} ({engine['dtype_reason']}), "

@@ -43,7 +43,7 @@ _NUMBERS = (
 
 
 def tell(hook: Hook, row: Mapping[str, Any]) -> None:
-    """Tell a hook a row of metrics.jsonl as the run has told it."""
+    """Pass a row of metrics.jsonl to a hook, as the run did."""
     if "eval_loss" in row:
         hook.on_eval(EvalRecord(row["step"], row["eval_loss"], row["eval_targets"], metrics_in(row)))
     elif "loss" in row:
@@ -64,7 +64,7 @@ def newest_checkpoint(run_dir: Path, last: int | None = None) -> tuple[int, floa
 # ----------------------------------------------------------------------------------------------------------------------
 BETWEEN_STEPS = (EVALUATION, SAMPLES, SAVE)
 MAX_POINTS = 256  # of the curve, at most twice as many
-MAX_EVALS, MAX_SAMPLES = 10_000, 8  # that are kept: the newest ones; a config has at most eight prompts
+MAX_EVALS, MAX_SAMPLES = 10_000, 8  # the newest ones that are kept; a config has at most eight prompts
 TIMED_STEPS = 64  # the last ones, whose mean gives the time left: a stall is forgotten
 
 
@@ -147,7 +147,7 @@ class RunView(Hook):
         self.told = self.clock()
 
     def _recall(self, info: RunInfo) -> None:
-        """Take what the run has told before it was resumed, except for its seconds: it may have had another machine."""
+        """Take the rows from before the run was resumed, except for their seconds: it may have had another machine."""
         for row in each_row(info.run_dir / METRICS):
             if row["step"] <= info.first_step:
                 if self.last is None and "loss" in row:

@@ -20,14 +20,14 @@ from dualtune.engine.adapter_bank import NO_ADAPTER, AdapterBank
 from dualtune.engine.backend import NOISE, Engine
 from dualtune.engine.decoding import CannotBatch, Decoding, GenerationCache, NextLogits
 from dualtune.train.fingerprints import TOP_K, plain_batch
-from dualtune.train.generation.held_texts import HeldConversations
+from dualtune.train.generation.caches import ConversationCaches
 from dualtune.train.generation.inference import LoadedModel, allowed_tokens
 from dualtune.train.generation.sampling import LIKELY_TOKENS, Chooser, Sampling, choose_all
 from dualtune.train.generation.token_logprobs import TokenLogprobs, TopTokens, token_logprobs
 
 MOST_ROWS = 64
 MOST_TOKENS = 1 << 14  # in the cache, rows times the longest: 2 GiB for a Llama of 8B parameters in 16 bits
-FEWEST_HELD = 16  # tokens: fewer are computed together with the others that enter
+FEWEST_CACHED = 16  # tokens: fewer are computed together with the others that enter
 TRIAL_TOKENS = (8, 3)  # of the two texts by which a batch is checked
 _checked: WeakKeyDictionary[Engine, set[frozenset[str]]] = WeakKeyDictionary()  # and the layers of which banks
 
@@ -51,12 +51,12 @@ class Bounds:
         Each time that rows enter, the cache of the others is copied.
         """
         entering, longest, widest = list[PromptedRow](), max((row.most_tokens for row in active), default=0), 0
-        are_held = bool(waiting) and waiting[0].begins_held  # those whose beginnings are held enter by themselves
+        are_cached = bool(waiting) and waiting[0].begins_cached  # those whose beginnings are cached enter by themselves
         while waiting and (count := len(active) + len(entering) + 1) <= self.rows:
             longest = max(longest, waiting[0].most_tokens)
             widest = max(widest, waiting[0].num_tokens)
             is_large = count * longest > self.tokens or (entering and (len(entering) + 1) * widest > self.entering)
-            if (count > 1 and is_large) or (entering and waiting[0].begins_held != are_held):
+            if (count > 1 and is_large) or (entering and waiting[0].begins_cached != are_cached):
                 break
             entering.append(waiting.popleft())
         if active and waiting and len(entering) < self.least_share * (len(active) + len(entering)):
@@ -79,8 +79,8 @@ class PromptedRow:
     is_whole: bool = False  # the model ended it
     sample: int = 0  # of those of the prompt
     adapter: int = NO_ADAPTER  # its number in the bank, where the rows of a batch have several
-    held: GenerationCache | None = None  # with the same adapter, perhaps of the beginning of its text
-    keep: Callable[[GenerationCache], object] | None = None  # gets what is held of its text at its end
+    cache: GenerationCache | None = None  # with the same adapter, perhaps of the beginning of its text
+    keep: Callable[[GenerationCache], object] | None = None  # gets the cache of its text at its end
 
     @property
     def num_tokens(self) -> int:
@@ -92,9 +92,9 @@ class PromptedRow:
         return np.array([*self.prompt, *self.tokens], np.int32)
 
     @property
-    def begins_held(self) -> bool:
-        """Whether enough of its beginning is held, so that it is worth entering apart from those that are new."""
-        return self.held is not None and self.held.num_shared(self.text) >= FEWEST_HELD
+    def begins_cached(self) -> bool:
+        """Whether enough of its beginning is cached, so that it is worth entering apart from those that are new."""
+        return self.cache is not None and self.cache.num_shared(self.text) >= FEWEST_CACHED
 
     @property
     def most_tokens(self) -> int:
@@ -153,7 +153,7 @@ class Completion:
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> Completion:
-        """Return that of another process, from its fields."""
+        """Return the completion of another process, from its fields."""
         return cls(**record)
 
 
@@ -167,7 +167,7 @@ def sample_all(
     numbers: Sequence[Sequence[int]] | None = None,
     prompt_logprobs: bool = False,
     top_logprobs: int = 0,
-    held: HeldConversations | None = None,
+    caches: ConversationCaches | None = None,
     bounds: Bounds | None = None,
     is_shortage: Callable[[BaseException], bool] = lambda error: False,
     tell: Callable[[str], object] = lambda text: None,
@@ -177,7 +177,7 @@ def sample_all(
     `stops`: texts with which a continuation ends as soon as they are complete. `numbers`: of each prompt, on which its
     random numbers depend; by default its index. `prompt_logprobs`: also score the tokens of the prompts, which takes a
     forward pass of its own. `top_logprobs`: how many of the most probable tokens in the place of each sampled token
-    (and of each of the prompt, if that is scored) to return, at most LIKELY_TOKENS. `held`: of the prompts, which are
+    (and of each of the prompt, if that is scored) to return, at most LIKELY_TOKENS. `caches`: of the prompts, which are
     conversations with one answer each now. The rest is as in `continue_all`.
     """
     if not 0 <= top_logprobs <= LIKELY_TOKENS:
@@ -193,11 +193,11 @@ def sample_all(
     ]  # fmt: skip
     scored = token_logprobs(model.engine, prompts, top_logprobs) if prompt_logprobs else [None] * len(prompts)
     free: Callable[[], object] = _nothing
-    if held is not None:
-        free = held.forget
+    if caches is not None:
+        free = caches.forget
         for row in rows:
-            row.held, row.keep = held.take(row.number), held.keeper(row.number)
-        rows.sort(key=lambda row: not row.begins_held)  # so that all of them enter together
+            row.cache, row.keep = caches.take(row.number), caches.keeper(row.number)
+        rows.sort(key=lambda row: not row.begins_cached)  # so that all of them enter together
     for row, continuation in _continued(model, rows, bounds, is_shortage, tell, free):
         last = () if row.choose.stopped_by is None else (row.choose.stopped_by,)
         tokens = np.array([*row.tokens, *last], np.int32)
@@ -301,11 +301,11 @@ def ended_rows(
         yield from RowBatch(engine, bounds, is_shortage, tell, bank, free).ended(rows)
         return
     for row in rows:
-        cache, row.held = row.held or GenerationCache(), None
+        cache, row.cache = row.cache or GenerationCache(), None
         for token in engine.generate(row.prompt, choose=row.choose, cache=cache):
             interrupt.poll()
             row.append(token)
-            if row.has_ended:  # what is asked for takes a forward pass
+            if row.has_ended:  # the scores take a forward pass
                 break
         if row.keep is not None:
             row.keep(cache)
@@ -368,7 +368,7 @@ class RowBatch:
         return ended
 
     def _keep_ended(self) -> None:
-        """Pass on what is held of the rows that have ended, if they ask for it and there is memory for a copy."""
+        """Pass on the caches of the rows that have ended, if they ask for them and there is memory for a copy."""
         for i, row in enumerate(self.active):
             if not row.has_ended or row.keep is None:
                 continue
@@ -388,7 +388,7 @@ class RowBatch:
         self.waiting.extendleft(reversed(self.active))
         self.active, self._is_their_turn = [], False
         for row in self.waiting:
-            row.held = None
+            row.cache = None
         del self._decoding
         self._free()
         self._engine.discard()
@@ -399,7 +399,7 @@ class RowBatch:
 
 
 def _staying(active: Sequence[PromptedRow]) -> list[int]:
-    """Return the indices of the rows that go on. The last ones take the places of those that ended: few are moved."""
+    """Return the indices of the rows that continue. The last ones take the places of those that ended."""
     count = sum(not row.has_ended for row in active)
     last = [i for i in range(count, len(active)) if not active[i].has_ended]
     return [last.pop() if active[i].has_ended else i for i in range(count)]
@@ -423,21 +423,21 @@ def _next_tokens(
 
 
 def _enter(decoding: Decoding, rows: Sequence[PromptedRow]) -> NextLogits:
-    """Enter rows, of which those with the same text and adapter are computed once."""
-    number_of, text_of, are_held = dict[tuple[int, bytes], int](), list[int](), rows[0].begins_held
-    texts, adapters, held = list[np.ndarray](), list[int](), list[GenerationCache | None]()
+    """Enter rows; those with the same text and adapter are computed once."""
+    number_of, text_of, are_cached = dict[tuple[int, bytes], int](), list[int](), rows[0].begins_cached
+    texts, adapters, caches = list[np.ndarray](), list[int](), list[GenerationCache | None]()
     for row in rows:
         text = row.text
         number = number_of.setdefault((row.adapter, text.tobytes()), len(texts))
         if number == len(texts):
             texts.append(text)
             adapters.append(row.adapter)
-            held.append(row.held)
+            caches.append(row.cache)
         text_of.append(number)
-        row.held = None
+        row.cache = None
     options: dict[str, Any] = {} if set(adapters) == {NO_ADAPTER} else {"adapters": adapters}
-    if are_held:
-        options["held"] = held
+    if are_cached:
+        options["caches"] = caches
     return decoding.enter(texts, **options) if len(texts) == len(rows) else decoding.enter(texts, text_of, **options)
 
 
@@ -470,7 +470,7 @@ def _try_bank(engine: Engine, bank: AdapterBank, texts: Sequence[np.ndarray]) ->
         decoding.leave([])
         alone.append(decoding.enter([text], adapters=[number]).rows()[0])
     _check_close(engine, decoded, alone)
-    # The longer texts end with a token after each text: what is said in its place follows from the text alone.
+    # The longer texts end with a token after each text: the scores in its place follow from the text alone.
     longer, top = [text for text, _ in decoded[len(texts) :]], min(TOP_K, len(alone[0]))
     scored = token_logprobs(engine, longer, top, bank=bank, adapters=numbers)
     for scores, alone_V in zip(scored, alone[: len(texts)], strict=True):

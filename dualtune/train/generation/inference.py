@@ -15,7 +15,7 @@ import numpy as np
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DataError
 from dualtune.base.files import expanded
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.chat.template import is_name
 from dualtune.data.tokens.control_tokens import Policy
 from dualtune.data.tokens.new_tokens import with_new_tokens

@@ -119,7 +119,7 @@ class Chooser:
 
     @property
     def draws_from_all(self) -> bool:
-        """Whether the next token is drawn from the probabilities as they are, of which none is left out."""
+        """Whether the next token is drawn from all probabilities as they are."""
         is_free = not (self._leaves_out or self._penalties or self._begins)
         return is_free and self.sampling.temperature != 0 and self._produced < self.sampling.max_tokens
 
@@ -182,7 +182,7 @@ class Chooser:
         return self._drawn(self._probabilities(likely.logits_K, likely), self.share, is_all=False)
 
     def _probabilities(self, logits: np.ndarray, likely: LikelyRow) -> np.ndarray:
-        """Return the probabilities of tokens, of which some are left out later, float64."""
+        """Return the probabilities of tokens before any is left out, float64."""
         return _probabilities([(self, likely)], logits[None])[0]
 
     def _beyond(self, likely: LikelyRow, logits_V: np.ndarray) -> int:
@@ -199,7 +199,7 @@ class Chooser:
         The probabilities fall, and `is_all` if there are no others. None if others may be kept, and be the token.
         """
         sampling, count = self.sampling, len(probs_K)
-        is_end = is_all  # whether what is kept ends within these
+        is_end = is_all  # whether the tokens that stay end within these
         if 0 < sampling.top_k <= count:
             count, is_end = sampling.top_k, True
         cumulative_K = np.cumsum(probs_K[:count])
@@ -241,7 +241,7 @@ def _unnormalized(logits: np.ndarray, largest: float | np.ndarray, temperature: 
 
 
 def choose_all(choosers: Sequence[Chooser], logits: NextLogits) -> list[int | None]:
-    """Return the next token for each row of the logits, of which each has its chooser; None where it ends."""
+    """Return the next token for each row of the logits, by its chooser; None where the row ends."""
     temperatures = [each.sampling.temperature or 1.0 for each in choosers]
     likely = logits.likely(LIKELY_TOKENS, np.maximum(temperatures, LOWEST).astype(np.float32))
     rows = [*zip(choosers, likely, strict=True)]

@@ -17,7 +17,7 @@ from dualtune.train.generation.batched import MOST_ROWS, MOST_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class SamplingCost:
-    """Of one step. The gradient is computed afterwards, so the cache stands in the place of its activations."""
+    """The cost of sampling in one step. The gradient is computed afterwards, in the memory of the cache."""
 
     answers: int
     at_once: int
@@ -52,10 +52,10 @@ def sampling_cost(config: Config, plan: MemoryPlan, prompts: int, limits: Machin
     longest = ask.max_length + rollouts.max_tokens
     answers = prompts * rollouts.samples
     at_once = max(1, min(MOST_ROWS, answers, MOST_TOKENS // longest))
-    held = 0
+    cached = 0
     if rollouts.environment and rollouts.turns > 1:  # of those that wait, and of those that have their next answer
-        held = min(MOST_TOKENS, answers * ask.max_length) * (1 if answers == at_once else 2)
-    cache = (at_once * longest + held) * cache_bytes(decoder, ask.dtype)
+        cached = min(MOST_TOKENS, answers * ask.max_length) * (1 if answers == at_once else 2)
+    cache = (at_once * longest + cached) * cache_bytes(decoder, ask.dtype)
     beside = sum(part.bytes for part in plan.estimate.parts if part.name != "activations")
     seconds = None
     if limits is not None and (flops := limits.product_flops.get(ask.dtype)):

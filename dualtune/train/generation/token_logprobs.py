@@ -60,7 +60,7 @@ def token_logprobs(
 
 
 def _after_first(top: int, row: Sequence[np.ndarray] = ()) -> TokenLogprobs:
-    """Return what is said of a text, by that of its tokens but the first; the default is a text of one token."""
+    """Return the scores of a text from those of all tokens but the first; the default is a text of one token."""
     logprobs, *others = row or (np.zeros(0),)
     logprobs = np.concatenate([[np.nan], logprobs]).astype(np.float32)
     if not top:

@@ -241,7 +241,7 @@ _NUMBERS = TypeAdapter(Numbers)
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class RestoredOutput:
     """A step's output in a resumed run."""
 
     loss: SupportsFloat
@@ -260,7 +260,7 @@ class Memory:
     window: Window | None = None
     attempt: Prediction | None = None
     snapshot: ReturnPoint | None = None  # with an attempt
-    output: StepOutput | Known | None = None  # of the last computed step, on the device, not read yet
+    output: StepOutput | RestoredOutput | None = None  # of the last computed step, on the device, not read yet
     confidence: float | None = None  # of the last attempt
     prediction_error: float | None = None  # of the last prediction
     extra_steps: float = 0.0  # of the processes before this one: see `Clock.extra`; 0 without a gate
@@ -316,7 +316,7 @@ def from_state(state: PolicyState) -> Memory:
         snapshot = ReturnPoint(parts.get(_WEIGHTS, {}), OptimizerState(numbers.optimizer_step, slots))
     if (numbers.attempt is None) != (snapshot is None):
         raise ValueError("a prediction that waits for its check needs a snapshot")
-    output = None if numbers.output is None else Known(*(math.nan if x is None else x for x in numbers.output))
+    output = None if numbers.output is None else RestoredOutput(*(math.nan if x is None else x for x in numbers.output))
     return Memory(
         numbers.economics, numbers.stage, numbers.monitor, numbers.counts, parts[_START], window,
         numbers.attempt, snapshot, output, numbers.confidence, numbers.prediction_error, numbers.extra_steps,

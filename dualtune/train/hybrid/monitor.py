@@ -86,6 +86,8 @@ class Level(IntEnum):
 
 
 class SignalKind(StrEnum):
+    """What may be wrong with a computed step."""
+
     LOSS = "loss above its band"
     EXPLODING = "exploding gradient"
     VANISHING = "vanishing gradient"

@@ -36,6 +36,8 @@ _ENDED = re.compile(rb"Node with rank (\d+) (?:exited with code (-?\d+)|(complet
 
 @dataclass(frozen=True, slots=True)
 class MlxLaunch:
+    """Starts workers with mlx.launch, on this machine or over ssh."""
+
     num_processes: int
     program: Path
     where: tuple[str, ...]  # options of mlx.launch that set the machines
@@ -53,6 +55,8 @@ class MlxLaunch:
 
 @dataclass
 class MlxAttempt:
+    """The processes of one start; their exit codes are read from the messages of mlx.launch."""
+
     process: subprocess.Popen[bytes]
     _codes: dict[int, int] = field(default_factory=lambda: {})
     _asked: bool = False

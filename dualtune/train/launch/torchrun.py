@@ -39,6 +39,8 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Torchrun:
+    """Starts workers with torchrun, on this machine or as one of several nodes."""
+
     agent: str  # the module to run: torchrun that also reports the exit codes of its workers
     num_processes: int
     nodes: Nodes | None = None

@@ -76,7 +76,7 @@ def at_targets(values_BT: np.ndarray, batch: Batch) -> dict[int, np.ndarray]:
 
 
 def from_all(team: Team, values: Mapping[int, np.ndarray], counts: Mapping[int, int]) -> dict[int, np.ndarray]:
-    """Return the values of each document, of which every process has some. `counts`: how many values each has."""
+    """Return the values of each document in all processes; each has some. `counts`: how many values each has."""
     mine = [values.get(document, np.zeros(count)) for document, count in counts.items()]
     ends = np.cumsum(list(counts.values()))[:-1]
     return dict(zip(counts, np.split(team.totals(np.concatenate(mine)), ends), strict=True))

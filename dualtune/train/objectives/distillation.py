@@ -1,4 +1,4 @@
-"""Distillation: a student learns, at every target, what a teacher says of the most probable tokens.
+"""Distillation: a student learns, at every target, a teacher's log-probabilities of its most probable tokens.
 
 The teacher's distributions are recorded once, on any machine (`dualtune distill record`), and training reads the file:
 no second model is in memory. Or a teacher answers while the run trains (`teachers.py`), of the data's answers or of the
@@ -46,7 +46,7 @@ _BITS = {"U8": 8, "I64": 64, "F32": 32, "I32": 32}
 
 @dataclass(frozen=True)
 class Distributions:
-    """What a teacher says of the targets of documents."""
+    """A teacher's most probable tokens at the targets of documents, in a file."""
 
     path: Path
     teacher: str  # its name, for people
@@ -217,18 +217,18 @@ def sampled_reverse_kl(logp_NK: np.ndarray, logq_NK: np.ndarray) -> Divergence:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Training with what a teacher says.
+# Training on soft targets.
 
 
-class Said(Protocol):
-    """What a teacher says of documents, by index: tokens int32 and their ln q float32, [n, k], of the n targets."""
+class SoftTargets(Protocol):
+    """A teacher's distributions by document: tokens int32 and their ln q float32, [n, k], at its n targets."""
 
     def __getitem__(self, document: int, /) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTargets:
-    """What a file says of documents."""
+    """The soft targets of a file."""
 
     distributions: Distributions
     places: np.ndarray
@@ -238,8 +238,8 @@ class RecordedTargets:
         return self.distributions.at(int(self.places[document]))
 
 
-class Learned(NamedTuple):
-    """What a micro-batch has added."""
+class Contribution(NamedTuple):
+    """What a micro-batch adds to the loss of a step."""
 
     loss: float  # less what the engine adds
     values_N: np.ndarray  # the divergence at each target; of forward_kl less the engine's part
@@ -254,24 +254,24 @@ class Distillation:
     """
 
     k: int
-    """Of how many tokens the teacher speaks at a target. 0: of the sampled token alone."""
+    """The number of the teacher's tokens at a target. 0: the sampled token alone."""
     divergence: str
     beta: float
     temperature: float
     sft_weight: float
     asks_first: bool
-    """Whether a step asks what the student says before it computes a gradient: one more forward pass."""
-    train: Said | None = None
-    eval: Said | None = None
-    """What was recorded of the documents of a run. None: a teacher answers while it trains."""
+    """Whether a step needs the student's log-probabilities before it computes a gradient: one more forward pass."""
+    train: SoftTargets | None = None
+    eval: SoftTargets | None = None
+    """The recorded soft targets of a run's documents. None: a teacher answers while it trains."""
 
-    def labelled(self, batch: Batch, said: Said) -> tuple[Batch, np.ndarray]:
+    def labelled(self, batch: Batch, soft_targets: SoftTargets) -> tuple[Batch, np.ndarray]:
         """Return the micro-batch with K labels for each target, and the teacher's ln q of them, float32 [N, K].
 
-        The first label is the target's own; its ln q is −∞ unless the teacher speaks of it. Where it does, the label
+        The first label is the target's own; its ln q is −∞ unless it is among the teacher's tokens. If it is, the label
         that would repeat it is a token that no other label is, with ln q = −∞.
         """
-        tokens_Nk, logprobs_Nk = self._of_targets(batch, said)
+        tokens_Nk, logprobs_Nk = self._of_targets(batch, soft_targets)
         own_N1 = batch.labels_BT[batch.is_target_BT][:, None]
         is_own_Nk = tokens_Nk == own_N1
         own_logq_N1 = np.where(is_own_Nk, logprobs_Nk, -np.inf).max(-1, keepdims=True)
@@ -282,15 +282,15 @@ class Distillation:
         labelled = replace(batch, labels_BT=labels_BTK, weights_BT=None, routing_weights_BT=routing_weights(batch))
         return labelled, logq_NK
 
-    def _of_targets(self, batch: Batch, said: Said) -> tuple[np.ndarray, np.ndarray]:
-        parts = [said[document] for row in batch.documents for document in row]
+    def _of_targets(self, batch: Batch, soft_targets: SoftTargets) -> tuple[np.ndarray, np.ndarray]:
+        parts = [soft_targets[document] for row in batch.documents for document in row]
         none = np.zeros((0, self.k or 1), np.int32)
         tokens_Nk = np.concatenate([none, *(tokens_nk for tokens_nk, _ in parts)])
         return tokens_Nk, np.concatenate([none.astype(np.float32), *(logprobs_nk for _, logprobs_nk in parts)])
 
-    def add_gradient(self, engine: Engine, batch: Batch, divisor: float, said: Said) -> Learned:
+    def add_gradient(self, engine: Engine, batch: Batch, divisor: float, soft_targets: SoftTargets) -> Contribution:
         """Add the gradient of a micro-batch / divisor, and return its loss; of forward_kl, less the engine's loss."""
-        labelled, logq_NK = self.labelled(batch, said)
+        labelled, logq_NK = self.labelled(batch, soft_targets)
         weights_N, loss, logp_N = _weights_of(batch), 0.0, None
         if self.asks_first:
             logp_NK = engine.target_logprobs(labelled, dropout=True)[labelled.is_target_BT]
@@ -304,7 +304,7 @@ class Distillation:
         weights_BTK[labelled.is_target_BT] = weights_NK
         engine.forward_backward(replace(labelled, weights_BT=weights_BTK), divisor=divisor)
         loss += float((weights_N * divergence.values_N).sum())
-        return Learned(loss / divisor, divergence.values_N, logp_N)
+        return Contribution(loss / divisor, divergence.values_N, logp_N)
 
     def loss(self, of_engine: SupportsFloat, rest: float) -> SupportsFloat:
         """Return the loss of a step from the engine's, still on the device, and the sum of `add_gradient`."""
@@ -321,16 +321,16 @@ class Distillation:
     def evaluate(
         self, engine: Engine, documents: Documents, recovery: Recovery, step: int = 0,
         show: Callable[[int, int], None] = lambda done, total: None, team: Team | None = None, *,
-        said: Said, before: Callable[[], bool] = lambda: True,
+        soft_targets: SoftTargets, before: Callable[[], bool] = lambda: True,
     ) -> EvalRecord:  # fmt: skip
         """Return the loss of sft over all evaluation data, and the divergence; the options are those of `evaluate`.
 
-        `before`: called before they are measured, also again because memory ran out; False if it ran out in this.
+        `before`: called before each attempt; it returns False if memory ran out in it, and is then called again.
         """
         team, sums = team or Team(), np.zeros(4)
 
         def measure(batch: Batch) -> None:
-            labelled, logq_NK = self.labelled(batch, said)
+            labelled, logq_NK = self.labelled(batch, soft_targets)
             logp_NK, weights_N = engine.target_logprobs(labelled)[labelled.is_target_BT], _weights_of(batch)
             values_N = self._values(logp_NK.astype(np.float64), logq_NK)
             losses = weights_N @ np.stack([-logp_NK[:, 0], values_N, np.ones_like(values_N)], axis=-1)

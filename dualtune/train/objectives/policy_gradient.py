@@ -84,6 +84,8 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
+    """The loss of a step on samples, M tokens of them."""
+
     value: float
     slopes_M: np.ndarray
     """∂value/∂logps_M, float64."""
@@ -114,7 +116,7 @@ class PolicyObjective:
         return self.leave_one_out
 
     def advantages(self, rewards_PG: np.ndarray) -> np.ndarray:
-        """Return those of a step's samples, float64 [N]."""
+        """Return the advantages of a step's samples, float64 [N]."""
         return advantages(rewards_PG, self.scale, leave_one_out=self.leave_one_out).ravel()
 
     def __call__(self, tokens: SampledTokens, max_tokens: int, num_tokens: int, num_samples: int) -> PolicyLoss:

@@ -54,6 +54,8 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
+    """The loss of a step that compares answers: N units, A answers of each."""
+
     value: float
     """The mean over the units of the step."""
     slopes_NA: np.ndarray

@@ -1,4 +1,4 @@
-"""Recording what a teacher says, micro-batch by micro-batch, so that a recording that was killed goes on.
+"""Recording a teacher's distributions, micro-batch by micro-batch, so that a killed recording can be continued.
 
 What is recorded is appended to the files of a directory beside the target, which are put together at the end. Nothing
 but the digests of documents stays in memory.
@@ -45,10 +45,10 @@ def record(
     path: Path, teacher: Engine, name: str, parts: Sequence[Documents], k: int,
     show: Callable[[int, int], None] = lambda done, total: None, *, base: str = "",
 ) -> TeacherRecord:  # fmt: skip
-    """Write what a teacher says of the targets of all documents to a new file. `base`: the hash of its base's weights.
+    """Write a teacher's soft targets of all documents to a new file. `base`: the hash of its base's weights.
 
     Each document is alone in its row, so the numbers do not depend on the others. A document that occurs twice is
-    recorded once. If the process is killed, the next one with the same arguments goes on, to the same bytes. Raises
+    recorded once. If the process is killed, the next one with the same arguments continues, to the same bytes. Raises
     DiskError, and ConfigError for an unfinished recording of something else.
     """
     done, total = 0, sum(map(len, parts))
@@ -149,10 +149,10 @@ class _Unfinished:
         raw = (self._directory / "documents").read_bytes()
         self.digests = {raw[start : start + 16] for start in range(0, len(raw), 16)}
 
-    def append(self, digests: Iterable[bytes], said: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+    def append(self, digests: Iterable[bytes], soft_targets: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
         """Append the tokens and log-probabilities, each [n, k], of documents that are not there yet."""
         ends: list[tuple[bytes, int]] = []
-        for digest, (tokens_nk, logprobs_nk) in zip(digests, said, strict=True):
+        for digest, (tokens_nk, logprobs_nk) in zip(digests, soft_targets, strict=True):
             if digest not in self.digests:
                 self.digests.add(digest)
                 self.num_targets += len(tokens_nk)

@@ -111,7 +111,7 @@ class ServedTeacher:
         return contextlib.nullcontext(self)
 
     def __call__(self, batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and ln q of the targets, [M, k], or those of the labels, [M, 1]: see `teachers.Says`."""
+        """Return tokens and ln q of the targets, [M, k], or those of the labels, [M, 1]: see `teachers.TopLogprobs`."""
         if not batch.num_targets:  # it fills a gap
             return np.zeros((0, max(k, 1)), np.int32), np.zeros((0, max(k, 1)), np.float32)
         lengths = [int((row_T > 0).sum()) for row_T in batch.segments_BT]
@@ -120,13 +120,13 @@ class ServedTeacher:
             scored = list(pool.map(self._scored, texts, repeat(k)))
         tokens, logprobs = list[np.ndarray](), list[np.ndarray]()
         for is_target_T, (tokens_Tk, logprobs_Tk) in zip(batch.is_target_BT, scored, strict=True):
-            after = np.flatnonzero(is_target_T) + 1  # what is said of a token stands in its own place
+            after = np.flatnonzero(is_target_T) + 1  # the scores of a token stand in its own place
             tokens.append(tokens_Tk[after])
             logprobs.append(logprobs_Tk[after])
         return np.concatenate(tokens), np.concatenate(logprobs)
 
     def _scored(self, text: list[int], k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return what is said in the place of each token of a text, [T, k] or [T, 1]; the first place has zeros."""
+        """Return tokens and ln q in the place of each token of a text, [T, k] or [T, 1]; the first has zeros."""
         logprobs = self._logprobs(text, k, as_ids=True)
         try:
             rows = _rows(logprobs, text, k)
@@ -169,7 +169,7 @@ class ServedTeacher:
                     parsed = json.loads(_read(answer))
                 if isinstance(parsed, dict):
                     return cast("dict[str, Any]", parsed)
-                reason = "its answer is no JSON object"
+                reason = "its answer is not a JSON object"
             except urllib.error.HTTPError as error:
                 reason = f"{error.code} {error.read(300).decode(errors='replace')}"
                 if body is not None and error.code in REFUSED:
@@ -206,9 +206,9 @@ def _read(answer: HTTPResponse) -> bytes:
 
 
 def same_teacher(before: str | None, probe: np.ndarray) -> str:
-    """Return what checkpoints keep of a probe: that of the run's first start. ConfigError for another teacher.
+    """Return the probe that checkpoints store: that of the run's first start. ConfigError for another teacher.
 
-    `before`: what the checkpoint that is resumed has kept; None: nothing.
+    `before`: the probe in the checkpoint that is resumed; None: it has none.
     """
     if before is None:
         return " ".join(f"{logprob:.4f}" for logprob in probe)
@@ -223,17 +223,17 @@ def same_teacher(before: str | None, probe: np.ndarray) -> str:
     return before
 
 
-def _rows(said: Mapping[str, Any], text: Sequence[int], k: int) -> list[list[tuple[int, float]]]:
+def _rows(scores: Mapping[str, Any], text: Sequence[int], k: int) -> list[list[tuple[int, float]]]:
     """Return the most probable tokens in the place of each token but the first, or those themselves, with their ln q.
 
     ValueError, or another error of a wrong type, if the answer does not have them.
     """
-    logprobs: list[float] = said["token_logprobs"][1:]
+    logprobs: list[float] = scores["token_logprobs"][1:]
     if len(logprobs) != len(text) - 1:
         raise ValueError(f"got {len(logprobs) + 1} log-probabilities of {len(text)} tokens")
     if not k:
         return [[(token, float(logprob))] for token, logprob in zip(text[1:], logprobs, strict=True)]
-    tops: list[dict[str, float]] = said["top_logprobs"][1:]
+    tops: list[dict[str, float]] = scores["top_logprobs"][1:]
     rows = [sorted(((_id_of(token), float(logprob)) for token, logprob in top.items()), key=_rank)[:k] for top in tops]
     if len(rows) != len(logprobs) or any(len(row) < k for row in rows):
         raise ValueError(f"got fewer than {k} tokens in a place. {MORE_THAN_ALLOWED}")

@@ -24,7 +24,7 @@ from dualtune.config.schema import DistillConfig
 from dualtune.config.values import ON_POLICY, SELF_TEACHER
 from dualtune.data.batches import SequenceLayout, make_batch, micro_batches, share, sizes_of
 from dualtune.data.chat.conversations import Message
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.documents import Data, Documents, in_memory, tokenize
 from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -44,33 +44,35 @@ from dualtune.train.recovery import Recovery
 from dualtune.train.state.resume import TEACHER, TEACHER_PROMPTS
 from dualtune.train.team import Team
 
-Says = Callable[[Batch, int], tuple[np.ndarray, np.ndarray]]
+TopLogprobs = Callable[[Batch, int], tuple[np.ndarray, np.ndarray]]
 """From a micro-batch and k to tokens int32 and ln q float32, [M, k]; for k = 0 those of the labels, [M, 1]."""
 
 
 class Teacher(Protocol):
+    """Answers with its most probable tokens, as `start` leaves it."""
+
     identity: str
-    """What tells it from others, for a run that is resumed."""
+    """What distinguishes it from other teachers, for a run that is resumed."""
     probe: np.ndarray | None
-    """ln q of the tokens of fixed texts, where nothing else tells its weights from others; None until it starts."""
+    """ln q of the tokens of fixed texts, if nothing else identifies its weights; None until it starts."""
 
     def start(self, student: Engine, spec: AdapterSpec) -> None:
         """Be ready to answer. `student`: the engine of the run, which is new; `spec`: what it trains."""
         ...
 
-    def answering(self, student: Engine) -> contextlib.AbstractContextManager[Says]: ...
+    def answering(self, student: Engine) -> contextlib.AbstractContextManager[TopLogprobs]: ...
 
 
-def said_by(engine: Engine) -> Says:
-    """Return what an engine says as it is."""
+def top_logprobs_of(engine: Engine) -> TopLogprobs:
+    """Return the function that computes the most probable tokens with an engine's present weights."""
 
-    def says(batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
+    def top_logprobs(batch: Batch, k: int) -> tuple[np.ndarray, np.ndarray]:
         if k:
             return engine.top_logprobs(batch, k)
         is_target_BT = batch.is_target_BT
         return batch.labels_BT[is_target_BT][:, None], engine.target_logprobs(batch)[is_target_BT][:, None]
 
-    return says
+    return top_logprobs
 
 
 class ModelTeacher:
@@ -104,9 +106,9 @@ class ModelTeacher:
             self._backend, self._name, self._adapter, dtype=self._settings.teacher_dtype,
             quantization=self._settings.teacher_quantization, template="none",
         )  # fmt: skip
-        self._says = said_by(loaded.engine)
+        self._says = top_logprobs_of(loaded.engine)
 
-    def answering(self, student: Engine) -> contextlib.AbstractContextManager[Says]:
+    def answering(self, student: Engine) -> contextlib.AbstractContextManager[TopLogprobs]:
         return contextlib.nullcontext(self._says)
 
 
@@ -130,9 +132,9 @@ class OwnTeacher:
             self._tensors = _fitted(self._adapter, spec, student.adapter_shapes, self._tensors)
 
     @contextlib.contextmanager
-    def answering(self, student: Engine) -> Generator[Says]:
+    def answering(self, student: Engine) -> Generator[TopLogprobs]:
         with contextlib.nullcontext() if self._is_self else using(student, self._tensors):
-            yield said_by(student)
+            yield top_logprobs_of(student)
 
 
 def _fitted(adapter: Adapter, spec: AdapterSpec, shapes: Mapping[str, tuple[int, ...]], neutral: Tensors) -> Tensors:
@@ -223,23 +225,23 @@ def ask(
     teacher: Teacher, student: Engine, documents: Documents, ids: Iterable[int], k: int, recovery: Recovery,
     step: int = 0, team: Team | None = None,
 ) -> dict[int, tuple[np.ndarray, np.ndarray]] | None:  # fmt: skip
-    """Return what a teacher says of these documents, by index. None if memory ran out: try again, smaller.
+    """Return the teacher's soft targets of these documents, by index. None if memory ran out: try again, smaller.
 
-    `documents`: as the teacher reads them. Each process asks of its own.
+    `documents`: as the teacher reads them. Each process asks for its own.
     """
     logprobs = dict[int, tuple[np.ndarray, np.ndarray]]()
     # Each document has a row for itself: what a teacher can pack is not known.
     batches = micro_batches(documents, ids, SequenceLayout(recovery.layout.max_tokens), seed=0, step=step)
-    # All processes ask equally often, as they do of everything that may be sharded.
+    # All processes ask equally often, because a teacher may be sharded.
     missing = (team or Team()).most(len(batches)) - len(batches)
     batches += [make_batch(documents, [], seed=0, step=step)] * missing
     if not batches:
         return logprobs
-    with teacher.answering(student) as says:
+    with teacher.answering(student) as top_logprobs:
 
         def add(batch: Batch) -> None:
             ends = np.cumsum(batch.is_target_BT.sum(1))[:-1]
-            parts = (np.split(values_Mk, ends) for values_Mk in says(replace(batch, hidden_BTD=None), k))
+            parts = (np.split(values_Mk, ends) for values_Mk in top_logprobs(replace(batch, hidden_BTD=None), k))
             if batch.documents:
                 logprobs.update(
                     zip((document for (document,) in batch.documents), zip(*parts, strict=True), strict=True)
@@ -253,18 +255,20 @@ def evaluate_taught(
     recovery: Recovery, step: int = 0, show: Callable[[int, int], None] = lambda done, total: None,
     team: Team | None = None,
 ) -> EvalRecord:  # fmt: skip
-    """Return what `Distillation.evaluate` does of what the teacher says now. `read`: the documents as it reads them."""
-    team, said = team or Team(), dict[int, tuple[np.ndarray, np.ndarray]]()
+    """Evaluate against the teacher as it answers now. `read`: the documents as it reads them."""
+    team, soft_targets = team or Team(), dict[int, tuple[np.ndarray, np.ndarray]]()
 
-    def asked() -> bool:
+    def ask_teacher() -> bool:
         # Which documents this process measures depends on the layout, which a lack of memory changes.
         mine = share(sizes_of(documents), range(len(documents)), recovery.layout, team.rank, team.size)
-        ids = [i for rows in mine for row in rows for i in row if i not in said]
+        ids = [i for rows in mine for row in rows for i in row if i not in soft_targets]
         new = ask(teacher, engine, read, ids, distillation.k, recovery, step, team)
-        said.update(new or {})
+        soft_targets.update(new or {})
         return new is not None
 
-    return distillation.evaluate(engine, documents, recovery, step, show, team, said=said, before=asked)
+    return distillation.evaluate(
+        engine, documents, recovery, step, show, team, soft_targets=soft_targets, before=ask_teacher
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ from typing import Any, Literal, NamedTuple, cast
 from dualtune.base.text import in_bytes, in_columns, in_time
 from dualtune.train.profiler.snapshot import GB, MB, Snapshot
 
-RESERVE = "reserve"  # the part of a plan that is no array
+RESERVE = "reserve"  # the part of a plan outside of arrays
 
 SPIKE_MB = 100.0
 NUM_BLOCKS = 10
 MIN_STEPS = 40  # of which a leak can be found: four in each block
 WARM_UP = 0.2  # the share of a series in which caches and compiled code still grow
 STUDENT_T = 4.501  # with 8 degrees of freedom, exceeded with a probability of 0.1 %: Student's table
-MIN_GROWTH = 0.01  # of the memory in use; a smaller growth is no leak that matters
+MIN_GROWTH = 0.01  # of the memory in use; a smaller growth is not a leak that matters
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def against_plan(snapshots: Sequence[Snapshot], recorded: Mapping[str, Any]) -> 
 
 
 def _reserve(parts: object) -> int:
-    """Return the bytes of a plan that are no arrays, from a file that may hold anything."""
+    """Return the bytes of a plan outside of arrays, from a file that may hold anything."""
     listed = cast("list[Any]", parts) if isinstance(parts, list) else []
     tables = [cast("dict[str, Any]", part) for part in listed if isinstance(part, dict)]
     return next((p["bytes"] for p in tables if p.get("name") == RESERVE and type(p.get("bytes")) is int), 0)

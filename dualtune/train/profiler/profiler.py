@@ -38,7 +38,7 @@ from dualtune.train.profiler.snapshot import (
 
 
 class MemoryProfiler:
-    """Records a snapshot of the memory whenever it is told to; nothing is measured in between.
+    """Records a snapshot of the memory on request; nothing is measured in between.
 
     `source` returns the memory in use, such as `backend.memory`, or None where nothing can be read; then nothing is
     recorded. By default it is the memory of this process. It must not synchronize the device, and the one of a backend

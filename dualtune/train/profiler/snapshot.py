@@ -79,8 +79,8 @@ class DeviceSample:
 def device_reader(device: str, now: Callable[[], float] = time.monotonic) -> Callable[[], DeviceSample] | None:
     """Return a function that samples an engine's device by NVML.
 
-    `device` is that of `EngineDescription`, such as "cuda:1", where CUDA counts the visible GPUs. None if it is no such
-    device, or if NVML cannot be used; no program is started instead, because that would take tens of milliseconds.
+    `device` is that of `EngineDescription`, such as "cuda:1", where CUDA counts the visible GPUs. None if it is not
+    such a device, or if NVML cannot be used; no program is started instead, which would take tens of milliseconds.
     """
     kind, _, number = device.partition(":")
     if kind != "cuda":

@@ -13,7 +13,7 @@ from dualtune.data.tokens.store import Document
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Backend, Engine
 from dualtune.train.generation.batched import Completion, sample_all
-from dualtune.train.generation.held_texts import HeldConversations
+from dualtune.train.generation.caches import ConversationCaches
 from dualtune.train.generation.inference import LoadedModel
 from dualtune.train.generation.sampling import Sampling
 
@@ -57,13 +57,13 @@ class Drawing:
 
     def samples(
         self, engine: Engine, prompts: Sequence[np.ndarray], numbers: Sequence[tuple[int, ...]],
-        held: HeldConversations | None = None,
+        caches: ConversationCaches | None = None,
     ) -> list[Completion]:  # fmt: skip
         """Return the samples of each prompt (int32 [T]), those of a prompt together.
 
-        `numbers`: of each prompt, on which its random numbers depend. `held`: of the prompts, if each has one sample.
+        `numbers`: of each prompt, on which its random numbers depend. `caches`: of the prompts, if each has one sample.
         """
-        drawn = self._each(engine, prompts, self.sampling, self.num_samples, numbers, held)
+        drawn = self._each(engine, prompts, self.sampling, self.num_samples, numbers, caches)
         return sorted(drawn, key=lambda each: (each.prompt, each.number))
 
     def greedy(self, engine: Engine, prompts: Sequence[np.ndarray]) -> Iterator[Completion]:
@@ -72,7 +72,7 @@ class Drawing:
 
     def _each(
         self, engine: Engine, prompts: Sequence[np.ndarray], sampling: Sampling, num_samples: int,
-        numbers: Sequence[tuple[int, ...]] | None, held: HeldConversations | None = None,
+        numbers: Sequence[tuple[int, ...]] | None, caches: ConversationCaches | None = None,
     ) -> Iterator[Completion]:  # fmt: skip
         model = LoadedModel(engine, self.tokenizer, positions=self.positions)
         is_whole = engine.description.sharding != "full"
@@ -82,6 +82,6 @@ class Drawing:
             return is_whole and self.backend.is_out_of_memory(error)
 
         return sample_all(
-            model, prompts, sampling, num_samples, numbers=numbers, stops=self.stops, held=held,
+            model, prompts, sampling, num_samples, numbers=numbers, stops=self.stops, caches=caches,
             is_shortage=is_shortage,
         )  # fmt: skip

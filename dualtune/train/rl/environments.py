@@ -3,11 +3,11 @@
 An environment is a class of the user, one object for each conversation, in a process of its own (`isolated.py`):
 
     class Calculator:
-        def reset(self, row): ...  # returns what is asked: a text, messages, or None for the prompt of the row
+        def reset(self, row): ...  # returns the prompt: a text, messages, or None for that of the row
         def step(self, text): ...  # returns its reply (a text or messages), the reward of the answer, whether it ends
 
-A conversation is one document, of which the model's own tokens are targets. They stay as they were drawn; what the
-environment says is written by the chat template between them.
+A conversation is one document, and the model's own tokens are its targets. They stay as they were drawn; the
+chat template writes the environment's replies between them.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from dualtune.data.sources.rows import RowError
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.backend import Engine
 from dualtune.train.generation.batched import MOST_TOKENS, Completion
-from dualtune.train.generation.held_texts import HeldConversations
+from dualtune.train.generation.caches import ConversationCaches
 from dualtune.train.rl.drawing import Drawing
 from dualtune.train.rl.isolated import Isolated, imported, serve
 
 KEY = "rollouts.environment"
-MOST_SAID = 1 << 22  # characters at once: more takes long to become tokens, of which there are too many then
+MOST_CHARACTERS = 1 << 22  # of a reply: more takes long to tokenize, and gives too many tokens
 
 
 @dataclass(slots=True)
 class Dialogue:
-    """Tokens that follow each other: what is asked, then answers, and what was said between them. A document."""
+    """The tokens of a document: a prompt, then answers with the replies of the environment between them."""
 
     start: np.ndarray  # int32 [T]: the tokens before the first answer
     parts: list[tuple[np.ndarray, bool]] = field(default_factory=list[tuple[np.ndarray, bool]])  # True: of the model
     drawn: list[Completion] = field(default_factory=list[Completion])
 
     @property
-    def so_far(self) -> np.ndarray:
+    def tokens(self) -> np.ndarray:
         """All tokens, int32 [T]."""
         return np.concatenate([self.start, *(tokens for tokens, _ in self.parts)])
 
@@ -55,16 +55,16 @@ class Dialogue:
     def document(self) -> tuple[np.ndarray, np.ndarray]:
         """All tokens, and which are the model's own."""
         own = [np.full(len(tokens), is_own) for tokens, is_own in self.parts]
-        return self.so_far, np.concatenate([np.zeros(len(self.start), bool), *own])
+        return self.tokens, np.concatenate([np.zeros(len(self.start), bool), *own])
 
     @property
     def logprobs(self) -> np.ndarray:
-        """Those of the model's own tokens, float32."""
+        """The log-probabilities of the model's own tokens, float32."""
         return np.concatenate([np.zeros(0, np.float32), *(each.logprobs for each in self.drawn)])
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> Dialogue:
-        """Return that of another process, from its fields."""
+        """Return the dialogue of another process, from its fields."""
         parts = [(tokens, is_own) for tokens, is_own in record["parts"]]
         return cls(record["start"], parts, [Completion.read(each) for each in record["drawn"]])
 
@@ -72,12 +72,12 @@ class Dialogue:
         self.drawn.append(answer)
         self.parts.append((answer.tokens, True))
 
-    def say(self, between: np.ndarray, stop_ids: frozenset[int], most: int) -> bool:
-        """Add what follows the last answer: its end, and what is said then. Return False if it would be too long."""
+    def add_reply(self, between: np.ndarray, stop_ids: frozenset[int], most: int) -> bool:
+        """Add what follows the last answer: its end, and the reply to it. Return False if it would be too long."""
         last = self.drawn[-1].tokens[-1]
         if len(between) and between[0] == last and int(last) in stop_ids:
             between = between[1:]  # the model has ended its turn itself
-        if len(self.so_far) + len(between) > most:
+        if len(self.tokens) + len(between) > most:
             return False
         self.parts.append((between, False))
         return True
@@ -85,11 +85,11 @@ class Dialogue:
 
 @dataclass(slots=True)
 class Episode:
-    """The answers of the model to one prompt, and what the environment said between them."""
+    """The answers of the model to one prompt, and the environment's replies between them."""
 
     prompt: int  # its index among those of the step
     number: int  # of the samples of the prompt
-    dialogues: list[Dialogue]  # several only if what was asked did not always continue what was there
+    dialogues: list[Dialogue]  # several only if a request did not continue the conversation so far
     reward: float = 0.0  # of all answers
     problem: str = ""  # why the reward is not known
     has_ended: bool = False
@@ -101,7 +101,7 @@ class Episode:
 
     @property
     def dialogue(self) -> Dialogue:
-        """The last one, which goes on."""
+        """The last one, which the next answer continues."""
         return self.dialogues[-1]
 
     @property
@@ -111,7 +111,7 @@ class Episode:
 
     @property
     def logprobs(self) -> np.ndarray:
-        """Those of the model's own tokens, float32."""
+        """The log-probabilities of the model's own tokens, float32."""
         return np.concatenate([dialogue.logprobs for dialogue in self.dialogues])
 
     @property
@@ -126,7 +126,7 @@ class Episode:
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> Episode:
-        """Return that of another process, from its fields."""
+        """Return the episode of another process, from its fields."""
         episode = cls(**record)
         episode.dialogues = [Dialogue.read(each) for each in record["dialogues"]]
         return episode
@@ -139,10 +139,10 @@ E = TypeVar("E", bound=Episode)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class StepPrompt:
     """A prompt of a step: that of its row, which the environment may replace, and what its random numbers depend on."""
 
-    prompt: np.ndarray  # int32 [T]
+    tokens: np.ndarray  # int32 [T]
     row: Mapping[str, Any]
     numbers: tuple[int, ...]
 
@@ -168,44 +168,49 @@ class Episodes:
     def close(self) -> None:
         self._environment.close()
 
-    def draw(self, engine: Engine, prompts: Sequence[Asked]) -> list[Episode]:
+    def draw(self, engine: Engine, prompts: Sequence[StepPrompt]) -> list[Episode]:
         """Return the conversations of each prompt, those of a prompt together."""
-        return self._held(engine, prompts, self._drawing)
+        return self._converse(engine, prompts, self._drawing)
 
-    def greedy(self, engine: Engine, prompts: Sequence[Asked]) -> list[Episode]:
-        """Return one conversation for each prompt, in which the model says what is most probable."""
+    def greedy(self, engine: Engine, prompts: Sequence[StepPrompt]) -> list[Episode]:
+        """Return one conversation for each prompt, in which the model takes the most probable tokens."""
         sampling = replace(self._drawing.sampling, temperature=0.0)
-        return self._held(engine, prompts, replace(self._drawing, num_samples=1, sampling=sampling))
+        return self._converse(engine, prompts, replace(self._drawing, num_samples=1, sampling=sampling))
 
-    def _held(self, engine: Engine, prompts: Sequence[Asked], drawing: Drawing) -> list[Episode]:
+    def _converse(self, engine: Engine, prompts: Sequence[StepPrompt], drawing: Drawing) -> list[Episode]:
         episodes = [
-            Episode(n, sample, [Dialogue(asked.prompt)])
-            for n, asked in enumerate(prompts)
+            Episode(n, sample, [Dialogue(prompt.tokens)])
+            for n, prompt in enumerate(prompts)
             for sample in range(drawing.num_samples)
         ]
         for each in episodes:
             self._begin(each, prompts[each.prompt])
-        held = HeldConversations(MOST_TOKENS)
+        caches = ConversationCaches(MOST_TOKENS)
         while active := [each for each in episodes if not each.has_ended]:
-            for each, answer in self._answers(engine, drawing, active, prompts, held):
+            for each, answer in self._answers(engine, drawing, active, prompts, caches):
                 self._answer(each, prompts[each.prompt], answer)
         self._environment.ask({"forget": True})
         return episodes
 
     def _answers(
-        self, engine: Engine, drawing: Drawing, asking: Sequence[E], prompts: Sequence[Asked], held: HeldConversations
+        self,
+        engine: Engine,
+        drawing: Drawing,
+        asking: Sequence[E],
+        prompts: Sequence[StepPrompt],
+        caches: ConversationCaches,
     ) -> Iterator[tuple[E, Completion]]:
-        """Yield conversations with their next answers, drawn together. `held`: of all that go on."""
+        """Yield conversations with their next answers, drawn together. `caches`: of all that go on."""
         if not asking:
             return
         numbers = [(*prompts[each.prompt].numbers, each.number, len(each.drawn)) for each in asking]
-        held.go_on({each.id: len(each.drawn) + 1 < self._turns for each in asking})
-        texts = [each.dialogue.so_far for each in asking]
-        yield from zip(asking, replace(drawing, num_samples=1).samples(engine, texts, numbers, held), strict=True)
+        caches.go_on({each.id: len(each.drawn) + 1 < self._turns for each in asking})
+        texts = [each.dialogue.tokens for each in asking]
+        yield from zip(asking, replace(drawing, num_samples=1).samples(engine, texts, numbers, caches), strict=True)
 
-    def _begin(self, episode: Episode, asked: Asked) -> None:
+    def _begin(self, episode: Episode, prompt: StepPrompt) -> None:
         """Let the environment ask. Where that fails, the prompt of the row is answered without a reward."""
-        reply = self._ask(episode, asked)
+        reply = self._ask(episode, prompt)
         if isinstance(reply, str):
             episode.problem = reply
         elif reply["turns"] is not None:
@@ -220,12 +225,12 @@ class Episodes:
                 allowed = f"allowed: 1 to {self._max_length} (data.max_length)"
                 episode.problem = f"reset: got {len(start)} tokens, {allowed}"
 
-    def _answer(self, episode: Episode, asked: Asked, answer: Completion) -> None:
+    def _answer(self, episode: Episode, prompt: StepPrompt, answer: Completion) -> None:
         """Let the environment reply to an answer."""
         episode.dialogue.add(answer)
         if episode.problem:
             return episode.end(problem=episode.problem)
-        reply = self._ask(episode, asked)
+        reply = self._ask(episode, prompt)
         if isinstance(reply, str):
             return episode.end(problem=reply)
         episode.reward += reply["reward"]
@@ -235,15 +240,15 @@ class Episodes:
             between = self._drawing.tokenizer.encode_after_answer(_messages(reply["turns"] or []))
         except RowError as error:
             return episode.end(problem=str(error))
-        if not episode.dialogue.say(between, self._drawing.tokenizer.stop_ids, self._max_length):
+        if not episode.dialogue.add_reply(between, self._drawing.tokenizer.stop_ids, self._max_length):
             return episode.end(is_whole=False)
         return None
 
-    def _ask(self, episode: Episode, asked: Asked) -> dict[str, Any] | str:
-        """Return the reply to the last answer, or what is asked if there is none yet."""
+    def _ask(self, episode: Episode, prompt: StepPrompt) -> dict[str, Any] | str:
+        """Return the reply to the last answer, or the prompt if there is none yet."""
         return self._environment.ask({
-            "id": episode.id, "row": asked.row, "texts": episode.texts,
-            "seed": int(np.random.default_rng([self._drawing.sampling.seed, 7, *asked.numbers]).integers(1 << 62)),
+            "id": episode.id, "row": prompt.row, "texts": episode.texts,
+            "seed": int(np.random.default_rng([self._drawing.sampling.seed, 7, *prompt.numbers]).integers(1 << 62)),
         })  # fmt: skip
 
 
@@ -263,7 +268,7 @@ def _messages(turns: Sequence[Mapping[str, str]]) -> list[Message]:
 
 
 class Objects:
-    """The objects of the conversations that go on. One that was lost with its process is made again, and led there."""
+    """The objects of open conversations. One that was lost with its process is made again, and led there."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -290,16 +295,18 @@ class Objects:
         return answer
 
 
-def turns_of(said: Any) -> list[dict[str, str]] | None:
-    """Return what an environment says as messages. ValueError for anything but a text, messages and None."""
-    if said is None:
+def turns_of(reply: Any) -> list[dict[str, str]] | None:
+    """Return the reply of an environment as messages. ValueError for anything but a text, messages and None."""
+    if reply is None:
         return None
-    listed = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    listed = [{"role": "user", "content": reply}] if isinstance(reply, str) else reply
     turns = [{key: turn[key] for key in ("role", "content")} for turn in cast("list[dict[str, Any]]", listed)]
     if not all(isinstance(value, str) for turn in turns for value in turn.values()):
         raise ValueError("an environment says a text, or messages with the texts role and content")
-    if (number := sum(len(turn["content"]) for turn in turns)) > MOST_SAID:
-        raise ValueError(f"an environment says at most {MOST_SAID} characters at once, got {number}: cut the text")
+    if (number := sum(len(turn["content"]) for turn in turns)) > MOST_CHARACTERS:
+        raise ValueError(
+            f"an environment says at most {MOST_CHARACTERS} characters at once, got {number}: cut the text"
+        )
     return turns
 
 

@@ -33,7 +33,7 @@ def apart(engine: Engine, team: Team) -> Generator[Engine]:
 
 @lru_cache(1)
 def _in_step(engine: Engine, team: Team) -> InStep:
-    """Return the same one for the same engine, because what is found out of an engine is remembered with it."""
+    """Return the same one for the same engine, because it remembers the results of trials."""
     with suppress(CannotBatch):
         engine.decoding()  # an engine may first try how it continues a text: all do that now
     return InStep(engine, partial(team.all_done, False))
@@ -79,10 +79,10 @@ class DecodingInStep:
 
     def enter(
         self, texts: Sequence[np.ndarray], text_of: Sequence[int] | None = None,
-        *, adapters: Sequence[int] | None = None, held: Sequence[GenerationCache | None] | None = None,
+        *, adapters: Sequence[int] | None = None, caches: Sequence[GenerationCache | None] | None = None,
     ) -> NextLogits:  # fmt: skip
         self._tell()
-        return self._decoding.enter(texts, text_of, adapters=adapters, held=held)
+        return self._decoding.enter(texts, text_of, adapters=adapters, caches=caches)
 
     def advance(self, tokens_B: np.ndarray) -> NextLogits:
         self._tell()

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student answers, and learns what a teacher says of each token of its own answers.
+"""On-policy distillation: the student answers, and learns a teacher's distribution at each token of its own answers.
 
 What the student meets in use is its own text, so it learns there where it errs (Agarwal et al., arXiv 2306.13649; Gu et
 al., arXiv 2306.08543). The gradient is that of the divergence at each sampled place, not of which places are sampled.
@@ -19,7 +19,7 @@ from dualtune.engine.backend import Backend, Batch, Engine
 from dualtune.train.generation.batched import Completion
 from dualtune.train.hooks import EvalRecord
 from dualtune.train.objectives.comparison import at_targets
-from dualtune.train.objectives.distillation import Distillation, Learned
+from dualtune.train.objectives.distillation import Contribution, Distillation
 from dualtune.train.objectives.policy_gradient import GAP
 from dualtune.train.objectives.teachers import Teaching, evaluate_taught
 from dualtune.train.recovery import Recovery
@@ -48,12 +48,12 @@ class TaughtSamples:
         """The documents that add to the gradient."""
         return range(len(self.documents))
 
-    def note(self, batch: Batch, learned: Learned) -> None:
-        """Note what a micro-batch has added, for the metrics and the file."""
-        assert learned.logp_N is not None  # a run that draws samples asks first
-        for document, values_T in _by_document(learned.values_N, batch).items():
+    def note(self, batch: Batch, contribution: Contribution) -> None:
+        """Record the contribution of a micro-batch, for the metrics and the file."""
+        assert contribution.logp_N is not None  # a run that draws samples asks first
+        for document, values_T in _by_document(contribution.values_N, batch).items():
             self._values[document] = float(values_T.mean())
-        for document, logp_T in _by_document(learned.logp_N, batch).items():
+        for document, logp_T in _by_document(contribution.logp_N, batch).items():
             self._gaps[document] = float(np.abs(logp_T - self.drawn[document].logprobs).sum())
 
     def settle(self, team: Team) -> None:
@@ -64,13 +64,13 @@ class TaughtSamples:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the step."""
+        """The metrics of the step."""
         gap = sum(self._gaps.values()) / sum(len(each.tokens) for each in self.drawn)
         return {**_of_samples(self.drawn), GAP: gap}
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Of rollouts.jsonl: a sample is the better the nearer it is to the teacher, and compared with no other."""
+        """The rows of rollouts.jsonl: the nearer a sample is to the teacher, the better."""
         return [
             {
                 **prompt, "sample": each.number, "completion": each.text,
@@ -109,7 +109,7 @@ class OnPolicy:
         """Nothing of it outlives a run."""
 
     def draw(self, engine: Engine, data: Documents, ids: Sequence[int], step: int, team: Team) -> TaughtSamples:
-        """Draw the samples of a step. `ids`: its prompts, by their documents, of which each process has a share."""
+        """Draw the samples of a step. `ids`: its prompts, by their documents; each process has a share of them."""
         return self._drawn(engine, data, self._teaching.train, ids, step, step + 1, team)
 
     def _drawn(

@@ -1,8 +1,8 @@
 """Conversations with an environment of the package `verifiers`: it asks as a client of a chat server, and gets answers.
 
 Such an environment leads its conversations itself. In its process (`verifiers_process.py`) all of a step go on until
-each has asked or ended; then those that ask get their answers, drawn together, and go on. So a batch depends on what
-was said alone, never on which one was faster. Tokens stay as they were drawn: a question that continues what is there
+each has asked or ended; then those that ask get their answers, drawn together, and go on. So a batch depends only on
+the conversations, never on which one is faster. Tokens stay as they were drawn: a question that continues what is there
 adds to the same document, any other begins another document of the conversation. A reward comes at the end.
 
 Whoever takes too long in company may have waited for another, so it is led there again alone, by the answers that it
@@ -28,9 +28,9 @@ from dualtune.data.chat.template import TEMPLATES_WITH_TOOLS
 from dualtune.data.sources.rows import RowError
 from dualtune.engine.backend import Engine
 from dualtune.train.generation.batched import MOST_TOKENS, Completion
-from dualtune.train.generation.held_texts import HeldConversations
+from dualtune.train.generation.caches import ConversationCaches
 from dualtune.train.rl.drawing import Drawing
-from dualtune.train.rl.environments import KEY, Asked, Dialogue, Episode, Episodes
+from dualtune.train.rl.environments import KEY, Dialogue, Episode, Episodes, StepPrompt
 from dualtune.train.rl.isolated import Isolated
 
 PACKAGE = "verifiers"
@@ -72,7 +72,7 @@ class LedEpisode(Episode):
 
     messages: tuple[Message, ...] = ()  # of the last request that was answered
     tools: tuple[Mapping[str, Any], ...] = ()
-    said: Message | None = None  # the answer to it
+    last_answer: Message | None = None
     replies: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])  # answers and errors
     is_within: bool = True  # no limit of the config has refused a request
 
@@ -87,16 +87,16 @@ class PackageEpisodes(Episodes):
     def _start(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> Isolated:
         return start_process(name, arguments, timeout_s)
 
-    def _held(self, engine: Engine, prompts: Sequence[Asked], drawing: Drawing) -> list[Episode]:
+    def _converse(self, engine: Engine, prompts: Sequence[StepPrompt], drawing: Drawing) -> list[Episode]:
         episodes = [
-            LedEpisode(n, sample, [Dialogue(asked.prompt)])
-            for n, asked in enumerate(prompts)
+            LedEpisode(n, sample, [Dialogue(prompt.tokens)])
+            for n, prompt in enumerate(prompts)
             for sample in range(drawing.num_samples)
         ]
-        held = HeldConversations(MOST_TOKENS)
+        caches = ConversationCaches(MOST_TOKENS)
 
         def answer(asking: Sequence[LedEpisode]) -> None:
-            for each, drawn in self._answers(engine, drawing, asking, prompts, held):
+            for each, drawn in self._answers(engine, drawing, asking, prompts, caches):
                 self._give(each, drawn)
 
         while active := [each for each in episodes if not each.has_ended]:
@@ -123,19 +123,19 @@ class PackageEpisodes(Episodes):
     # ------------------------------------------------------------------------------------------------------------------
     # A request.
 
-    def _asks(self, episode: LedEpisode, said: Mapping[str, Any]) -> bool:
-        """Take what a conversation has come to. Return whether an answer is to be drawn."""
-        if "problem" in said:
-            episode.end(problem=said["problem"])
-        elif "request" not in said:
+    def _asks(self, episode: LedEpisode, state: Mapping[str, Any]) -> bool:
+        """Take the state of a conversation. Return whether it asks for an answer."""
+        if "problem" in state:
+            episode.end(problem=state["problem"])
+        elif "request" not in state:
             if not episode.drawn:
                 why = episode.replies[-1]["error"] if episode.replies else "it has asked for none"
                 episode.end(problem=f"ended without an answer: {why}")
                 return False
-            episode.end(is_whole=said["is_whole"] and episode.is_within and episode.drawn[-1].is_whole)
+            episode.end(is_whole=state["is_whole"] and episode.is_within and episode.drawn[-1].is_whole)
         else:
             try:
-                self._continue(episode, said["request"])
+                self._continue(episode, state["request"])
                 return True
             except (Declined, RowError) as error:
                 episode.is_within = episode.is_within and not isinstance(error, TooLong)
@@ -162,7 +162,7 @@ class PackageEpisodes(Episodes):
                 episode.dialogues.append(Dialogue(start))
             else:
                 episode.dialogue.start = start
-        elif not episode.dialogue.say(between, tokenizer.stop_ids, self._max_length):
+        elif not episode.dialogue.add_reply(between, tokenizer.stop_ids, self._max_length):
             raise TooLong(f"the conversation has more tokens than data.max_length: {self._max_length}")
         episode.messages, episode.tools = messages, tools
 
@@ -171,9 +171,9 @@ class PackageEpisodes(Episodes):
     ) -> np.ndarray | None:
         """Return the tokens between the last answer and the next one; None if the messages do not continue it."""
         tokenizer, number = self._drawing.tokenizer, len(episode.messages)
-        if episode.said is None or len(messages) <= number or tools != episode.tools:
+        if episode.last_answer is None or len(messages) <= number or tools != episode.tools:
             return None
-        if messages[:number] != episode.messages or not _are_alike(messages[number], episode.said):
+        if messages[:number] != episode.messages or not _are_alike(messages[number], episode.last_answer):
             return None
         if tokenizer.template is None:
             return tokenizer.encode_after_answer(messages[number + 1 :])
@@ -210,14 +210,14 @@ class PackageEpisodes(Episodes):
         if calls:
             message["tool_calls"] = [_call(call, len(episode.replies), n) for n, call in enumerate(calls)]
         reason = "length" if not answer.is_whole else "tool_calls" if calls else "stop"
-        (episode.said,) = _messages([message])
-        before = len(episode.dialogue.so_far) - len(answer.tokens)
+        (episode.last_answer,) = _messages([message])
+        before = len(episode.dialogue.tokens) - len(answer.tokens)
         episode.replies.append({
             "message": message, "finish_reason": reason, "prompt_tokens": before,
             "completion_tokens": len(answer.tokens),
         })  # fmt: skip
 
-    def _reward(self, episodes: Sequence[LedEpisode], prompts: Sequence[Asked]) -> None:
+    def _reward(self, episodes: Sequence[LedEpisode], prompts: Sequence[StepPrompt]) -> None:
         """Let the environment reward what has ended well; the conversations of a prompt, which it may compare."""
         ended = [[each for each in episodes if each.prompt == n and not each.problem] for n in range(len(prompts))]
         items = {
@@ -227,15 +227,15 @@ class PackageEpisodes(Episodes):
         }
         if not items:
             return
-        for n, said in self._ask_each("reward", items).items():
+        for n, reply in self._ask_each("reward", items).items():
             for each in ended[int(n)]:
-                each.problem = said.get("problem", "")
-                each.reward = float(said.get("rewards", {}).get(each.id) or 0.0)
+                each.problem = reply.get("problem", "")
+                each.reward = float(reply.get("rewards", {}).get(each.id) or 0.0)
                 if not each.problem and not math.isfinite(each.reward):
                     each.problem = f"the reward is {each.reward}"
 
 
-def _state(episode: LedEpisode, prompts: Sequence[Asked]) -> dict[str, Any]:
+def _state(episode: LedEpisode, prompts: Sequence[StepPrompt]) -> dict[str, Any]:
     """Return all that a conversation depends on, so that its process can be another one."""
     return {"row": prompts[episode.prompt].row, "replies": episode.replies}
 
@@ -256,9 +256,9 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple({"type": "function", "function": function} for function in functions)
 
 
-def _are_alike(message: Message, said: Message) -> bool:
-    calls = (each.extra.get("tool_calls") for each in (message, said))
-    return (message.role, message.content) == (said.role, said.content) and len({*map(str, calls)}) == 1
+def _are_alike(message: Message, other: Message) -> bool:
+    calls = (each.extra.get("tool_calls") for each in (message, other))
+    return (message.role, message.content) == (other.role, other.content) and len({*map(str, calls)}) == 1
 
 
 def _plain(messages: Sequence[Message], tokenizer: Any) -> np.ndarray:

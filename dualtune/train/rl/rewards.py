@@ -43,7 +43,7 @@ class JudgedAnswer:
     completion: str
     expected: str  # the answer of the data; empty where a row is a prompt alone
     row: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what else a function may ask for, by name
-    asked: Sequence[Mapping[str, Any]] | None = None  # the messages before the answer, where the row has messages
+    prompt_messages: Sequence[Mapping[str, Any]] | None = None  # before the answer, if the row has messages
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class UserReward:
     """A function of the user, which gets what it names of the answer and of the columns of its row.
 
     One that names `completions` gets lists, as TRL passes them, here of one answer, and returns a list. As there, an
-    answer to messages is a list of messages. A coroutine is awaited. None is no reward: the answer is not judged.
+    answer to messages is a list of messages. A coroutine is awaited. None means no reward: the answer is not judged.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -187,8 +187,8 @@ class UserReward:
             own = {"completion": answer.completion, "prompt": answer.prompt, "expected": answer.expected}
             return _number_of(_awaited(self._function(**{**row, **own})))
         prompt, completion = answer.prompt, answer.completion
-        if answer.asked is not None:
-            prompt, completion = answer.asked, [{"role": "assistant", "content": completion}]
+        if answer.prompt_messages is not None:
+            prompt, completion = answer.prompt_messages, [{"role": "assistant", "content": completion}]
         row = {name: value for name, value in row.items() if name not in OWN_LISTS or name in self._function.names}
         columns = {**row, "completions": completion, "prompts": prompt, "expected": answer.expected}
         values = _awaited(self._function(**{name: [one] for name, one in columns.items()}))
@@ -246,6 +246,8 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class JudgedAnswers:
+    """The rewards of N answers, R of each."""
+
     values_NR: np.ndarray  # float64, of each reward; NaN where it failed, or does not judge the answer
     failed_N: np.ndarray  # bool: whether one failed
     weights_R: np.ndarray
@@ -265,12 +267,12 @@ class JudgedAnswers:
 
     @classmethod
     def read(cls, record: dict[str, Any]) -> JudgedAnswers:
-        """Return those of another process, from their fields."""
+        """Return the judged answers of another process, from their fields."""
         return cls(record["values_NR"], record["failed_N"], record["weights_R"], tuple(record["failures"]))
 
     @classmethod
     def joined(cls, parts: Sequence[JudgedAnswers], order: Sequence[int]) -> JudgedAnswers:
-        """Return those of parts, one after another, in this order."""
+        """Return the answers of all parts, in this order."""
         return cls(
             np.concatenate([part.values_NR for part in parts])[order],
             np.concatenate([part.failed_N for part in parts])[order],
@@ -278,7 +280,7 @@ class JudgedAnswers:
             tuple(failure for part in parts for failure in part.failures),
         )
 
-    def told(self) -> list[str]:
+    def failure_texts(self) -> list[str]:
         """Return why rewards failed, each reason once."""
         every = len(self.values_NR)
         return [
@@ -316,11 +318,11 @@ class Rewards:
         """Raise ConfigError if a function needs what is neither one of `columns` nor anything else that it gets."""
         for name, score in zip(self.names, self._score, strict=True):
             needed = score.about["required"] if isinstance(score, IsolatedReward) else ()
-            if lacking := [each for each in needed if each not in columns]:
+            if missing := [each for each in needed if each not in columns]:
                 lists = isinstance(score, IsolatedReward) and score.about["takes_lists"]
                 own = "completions, prompts" if lists else "completion, prompt"
                 raise ConfigError(
-                    f"{KEY}: {name} needs {', '.join(lacking)}, which no row has; allowed: {own}, expected, and the "
+                    f"{KEY}: {name} needs {', '.join(missing)}, which no row has; allowed: {own}, expected, and the "
                     f"columns of the data: {', '.join(columns)}. Rename the parameter, or give it a default"
                 )
 
@@ -377,11 +379,11 @@ def _served(name: str) -> tuple[Mapping[str, Any], Callable[[Mapping[str, Any]],
     reward = resolved(name)
     if not isinstance(reward, UserReward):
         judge = _direct(reward)
-        return {"columns": [], "required": [], "takes_lists": False}, lambda asked: {
-            "reward": judge(JudgedAnswer(**asked))
+        return {"columns": [], "required": [], "takes_lists": False}, lambda request: {
+            "reward": judge(JudgedAnswer(**request))
         }
     about = {"columns": reward.columns, "required": reward.required, "takes_lists": reward.takes_lists}
-    return about, lambda asked: {"reward": reward(JudgedAnswer(**asked))}
+    return about, lambda request: {"reward": reward(JudgedAnswer(**request))}
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from dualtune.train.objectives.comparison import at_targets, from_all
 from dualtune.train.objectives.policy_gradient import OBJECTIVES, PolicyLoss, PolicyObjective, SampledTokens
 from dualtune.train.recovery import Recovery
 from dualtune.train.rl.drawing import Drawing, answered, question_of
-from dualtune.train.rl.environments import Asked, Episode, Episodes
+from dualtune.train.rl.environments import Episode, Episodes, StepPrompt
 from dualtune.train.rl.in_step import apart
 from dualtune.train.rl.package_environments import PackageEpisodes, package_of
 from dualtune.train.rl.rewards import JudgedAnswer, JudgedAnswers, Rewards, short_names
@@ -156,14 +156,14 @@ class Rollouts:
         """
         numbers, share = [(step, i) for i in ids], team.share
         with apart(engine, team) as own:
-            questions = _Asked.of(data, ids, self._tokenizer, self._rows, self._conversations)
+            questions = _Prompts.of(data, ids, self._tokenizer, self._rows, self._conversations)
             if self._episodes is None:
                 drawn = self._drawing.samples(own, questions.prompts[share], numbers[share])
             else:
                 drawn = self._episodes.draw(own, questions.with_numbers(numbers)[share])
         drawn, judged = self._judged(questions, drawn, team)
         rewards_PG = judged.totals_N.reshape(len(ids), -1)
-        # A sample is a document; a conversation is several where what was asked did not continue what was there.
+        # A sample is a document; a conversation is several if a request did not continue it.
         parts = [_documents(questions.prompts[each.prompt], each) for each in drawn]
         of_sample_D = np.repeat(np.arange(len(drawn)), [len(part) for part in parts])
         documents = _in_units(parts, self._drawing.num_samples)
@@ -180,7 +180,7 @@ class Rollouts:
         rows = [
             {
                 "step": step + 1, "row": questions.wheres[each.prompt], "sample": each.number,
-                **self._told(questions, each),
+                **self._texts_of(questions, each),
                 "rewards": dict(zip(self.names, map(_json_number, values_R), strict=True)),
                 "reward": _json_number(total), "advantage": float(advantage), "tokens": len(each.logprobs),
                 "is_whole": each.is_whole,
@@ -190,8 +190,8 @@ class Rollouts:
         ]  # fmt: skip
         return StepSamples(
             documents, old, advantages_N[of_sample_D], reference, metrics["reward"],
-            {**metrics, "equal_groups": _equal_groups(judged.totals_N.reshape(len(ids), -1))}, rows, judged.told(),
-            self._drawing.sampling.temperature,
+            {**metrics, "equal_groups": _equal_groups(judged.totals_N.reshape(len(ids), -1))}, rows,
+            judged.failure_texts(), self._drawing.sampling.temperature,
         )  # fmt: skip
 
     def evaluate(
@@ -203,7 +203,7 @@ class Rollouts:
         numbers = [(n,) for n in range(len(documents))]
         with apart(engine, team) as own:
             every = range(len(documents))
-            questions = _Asked.of(documents, every, self._tokenizer, self._rows, self._conversations)
+            questions = _Prompts.of(documents, every, self._tokenizer, self._rows, self._conversations)
             prompts = questions.prompts[team.share]
             if self._episodes is None:
                 for each in self._drawing.greedy(own, prompts):
@@ -216,10 +216,10 @@ class Rollouts:
         metrics = self._metrics(judged, drawn, questions.expected)
         return EvalRecord(
             step=step, eval_loss=0.0 - metrics["reward"], eval_targets=sum(len(each.logprobs) for each in drawn),
-            metrics={f"eval_{name}": value for name, value in metrics.items()}, failures=judged.told(),
+            metrics={f"eval_{name}": value for name, value in metrics.items()}, failures=judged.failure_texts(),
         )  # fmt: skip
 
-    def _judged(self, questions: _Asked, drawn: Sequence[Sample], team: Team) -> tuple[list[Sample], JudgedAnswers]:
+    def _judged(self, questions: _Prompts, drawn: Sequence[Sample], team: Team) -> tuple[list[Sample], JudgedAnswers]:
         """Judge the samples of this process's share of the prompts.
 
         Return those of all processes, with their places among all prompts and in that order, and what they got.
@@ -234,21 +234,21 @@ class Rollouts:
                 for each in mine for n in (each.prompt,)
             ])  # fmt: skip
         if self._episodes is not None:
-            held = [each for each in mine if isinstance(each, Episode)]
-            values_N = np.array([math.nan if each.problem else each.reward for each in held])
-            failures = [f"{self.names[-1]}: {each.problem}" for each in held if each.problem]
+            episodes = [each for each in mine if isinstance(each, Episode)]
+            values_N = np.array([math.nan if each.problem else each.reward for each in episodes])
+            failures = [f"{self.names[-1]}: {each.problem}" for each in episodes if each.problem]
             judged = judged.beside(values_N, failures)
         every = team.collect(mine, Completion.read if self._episodes is None else Episode.read)
         order = sorted(range(len(every)), key=lambda n: (every[n].prompt, every[n].number))
         parts = team.collect([judged], JudgedAnswers.read)
         return [every[n] for n in order], JudgedAnswers.joined(parts, order)
 
-    def _told(self, questions: _Asked, sample: Sample) -> dict[str, str]:
-        """Return prompt and completion as text; of a conversation, all that was said after its start."""
+    def _texts_of(self, questions: _Prompts, sample: Sample) -> dict[str, str]:
+        """Return prompt and completion as text; the completion of a conversation is all that follows its start."""
         if not isinstance(sample, Episode):
             return {"prompt": questions.texts[sample.prompt], "completion": sample.text}
         start = sample.dialogues[0].start.tolist()
-        first, *others = (dialogue.so_far.tolist() for dialogue in sample.dialogues)
+        first, *others = (dialogue.tokens.tolist() for dialogue in sample.dialogues)
         texts = [self._tokenizer.decode_all(tokens) for tokens in (first[len(start) :], *others)]
         return {"prompt": self._tokenizer.decode(start), "completion": "\n\n".join(texts)}
 
@@ -305,7 +305,7 @@ def same_answer(drawn: Sequence[Sample], expected: Sequence[str]) -> float | Non
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Prompts:
     """The prompts of a step or an evaluation, with what rewards see of their rows."""
 
     wheres: list[str]  # path:line
@@ -319,19 +319,19 @@ class _Asked:
     def of(
         cls, data: Documents, ids: Sequence[int], tokenizer: Tokenizer, rows: RowFields | None,
         conversations: RowFields | None,
-    ) -> _Asked:  # fmt: skip
-        """Return those of these documents. `rows`, `conversations`: their fields, messages; None: no one asks."""
+    ) -> _Prompts:  # fmt: skip
+        """Return the prompts of these documents. `rows`, `conversations`: their fields, messages; None: not needed."""
         documents = [data[i] for i in ids]
         parts = [question_of(document) for document in documents]
         texts, expected = ([tokenizer.decode(pair[half].tolist()) for pair in parts] for half in (0, 1))
         wheres = [document.where for document in documents]
         fields: list[Mapping[str, Any]] = [{} if rows is None else rows[where] for where in wheres]
-        messages = [None if conversations is None else conversations.asked(where) for where in wheres]
+        messages = [None if conversations is None else conversations.prompt_messages(where) for where in wheres]
         return cls(wheres, [prompt for prompt, _ in parts], texts, expected, fields, messages)
 
-    def with_numbers(self, numbers: Sequence[tuple[int, ...]]) -> list[Asked]:
-        """Return them for conversations. `numbers`: on which the random numbers of each depend."""
-        return [Asked(*each) for each in zip(self.prompts, self.rows, numbers, strict=True)]
+    def with_numbers(self, numbers: Sequence[tuple[int, ...]]) -> list[StepPrompt]:
+        """Return the prompts of conversations. `numbers`: the random numbers of each depend on them."""
+        return [StepPrompt(*each) for each in zip(self.prompts, self.rows, numbers, strict=True)]
 
 
 def _documents(prompt: np.ndarray, sample: Sample) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -349,7 +349,7 @@ def _in_units(parts: Sequence[list[tuple[np.ndarray, np.ndarray]]], num_samples:
 
 
 def _logprobs(sample: Sample) -> list[np.ndarray]:
-    """Return those of each document of a sample."""
+    """Return the log-probabilities of each document of a sample."""
     return [each.logprobs for each in (sample.dialogues if isinstance(sample, Episode) else [sample])]
 
 

@@ -27,7 +27,7 @@ class SqlJudge:
             return None
 
     def in_words(self, query: str) -> str:
-        """Return in a line what SQLite answers."""
+        """Return SQLite's answer as a line."""
         rows = self.answer(query)
         if rows is None:
             return "an error of SQLite"

@@ -108,7 +108,7 @@ class Environment(Protocol):
 
 
 class LedConversations:
-    """Those of a step. One that is asked for and is not there, or is elsewhere, is led there by the answers it got."""
+    """The conversations of a step. One that is missing, or is elsewhere, is led there by the answers that it got."""
 
     def __init__(self, environment: Environment, loop: asyncio.AbstractEventLoop) -> None:
         self._environment, self._loop = environment, loop
@@ -185,19 +185,19 @@ class LedConversations:
 async def _each_in_time(
     work: Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]], items: Mapping[str, Any], timeout_s: float
 ) -> dict[str, Any]:
-    """Return what the work says of each item; null where it is not done in time."""
+    """Return the result of the work on each item; null where it is not done in time."""
     tasks = {name: asyncio.ensure_future(work(name, item)) for name, item in items.items()}
     await asyncio.wait(tasks.values(), timeout=timeout_s)
-    said = dict[str, Any]()
+    results = dict[str, Any]()
     for name, task in tasks.items():
         if not task.done():
             task.cancel()
-            said[name] = None
+            results[name] = None
         elif error := task.exception():
-            said[name] = {"problem": described(error)}
+            results[name] = {"problem": described(error)}
         else:
-            said[name] = task.result()
-    return said
+            results[name] = task.result()
+    return results
 
 
 def described(error: BaseException) -> str:
@@ -305,8 +305,8 @@ class RubricEnvironment:
     async def lead(self, row: Mapping[str, Any], way: Way) -> Any:
         client = self._openai.AsyncOpenAI(base_url=way.url, api_key="none", max_retries=0, http_client=self._http)
         prompt = row.get("prompt", "")
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        row = {"example_id": 0, "answer": "", **row, "prompt": asked}
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        row = {"example_id": 0, "answer": "", **row, "prompt": messages}
         return await self._environment.rollout(row, self._wrap(client), MODEL, {})
 
     def problem(self, result: Any) -> str:
@@ -343,7 +343,7 @@ class TaskSetEnvironment:
         if split == "eval":
             raise ValueError("a task set has no rows to evaluate with; set data.eval to a share of the training rows")
         return [
-            {"prompt": _asked(task.data), "task": task.data.model_dump(mode="json")}
+            {"prompt": _prompt_messages(task.data), "task": task.data.model_dump(mode="json")}
             for task in self._environment.taskset
         ]
 
@@ -373,8 +373,8 @@ class TaskSetEnvironment:
         return [float(_trained(result)[0].reward) for result in results]
 
 
-def _asked(data: Any) -> list[dict[str, Any]]:
-    """Return what a task asks, as messages."""
+def _prompt_messages(data: Any) -> list[dict[str, Any]]:
+    """Return the prompt of a task as messages."""
     messages: list[Any] = [] if isinstance(data.prompt, str) else data.prompt or []
     question = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else []
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
@@ -386,7 +386,7 @@ def _trained(episode: Any) -> list[Any]:
 
 
 def loaded(name: str, arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
-    """Return what answers requests, of which nothing is to be said. ConfigError if there is no such environment."""
+    """Return an empty description, and what answers requests. ConfigError if there is no such environment."""
     os.environ.setdefault("VF_LOG_LEVEL", "WARNING")
     try:
         package: Any = importlib.import_module("verifiers")

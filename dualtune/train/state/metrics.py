@@ -79,7 +79,7 @@ class History:
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:
-        """Those of the evaluations in order, if the run compares answers."""
+        """The metrics of the evaluations in order, if the run compares answers."""
         return [record.metrics for record in self.evals.values() if record.metrics]
 
     @property
@@ -214,7 +214,7 @@ class Metrics:
                 offset += len(data)
 
     def restore_file(self) -> str | None:
-        """Write the file again if it was deleted or replaced, and continue in it. Return what was found and done."""
+        """Write the file again if it was deleted or replaced, and continue in it. Return notes on that."""
         if (fault := fault_of(self._path, self._file)) is None:
             return None
         try:
@@ -290,7 +290,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def each_row(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a metrics file one after another, because those of a long run are large together.
 
-    FormatError if it is no file, or larger than MAX_BYTES.
+    FormatError if it is not a file, or larger than MAX_BYTES.
     """
     for line in _each_line(path):
         if line.endswith(b"\n") and (row := row_of(line.decode("utf-8", errors="replace"))) is not None:

@@ -70,7 +70,7 @@ class Condition:
     """
 
     def __init__(self, text: str) -> None:
-        """Raise ConfigError if the text is no condition."""
+        """Raise ConfigError if the text is not a condition."""
         parts = _CONDITION.fullmatch(text.strip())
         if parts is None or not parts[1].strip("."):
             raise ConfigError(f"--where: got {text!r}, allowed: KEY=VALUE, also with !=, <, <=, > or >=")
@@ -213,7 +213,7 @@ DEFAULT_WHERE_ABSENT = {
 
 TRAIN_DOCUMENTS, EVAL_DOCUMENTS = "train documents", "eval documents"  # their fingerprints
 DISTRIBUTIONS, TEACHER = "teacher's distributions", "teacher"  # their fingerprints, of a run that distils
-TEACHER_PROBE = "teacher's probe"  # what a served teacher says of fixed texts: compared when it has started
+TEACHER_PROBE = "teacher's probe"  # a served teacher's log-probabilities of fixed texts: compared when it has started
 TEACHER_PROMPTS = "teacher's prompts"  # that of what the teacher reads, where that is more than the student reads
 UNKNOWN = "-"  # for a key that did not exist when the checkpoint was written
 
@@ -231,7 +231,7 @@ def as_recorded(saved: Checkpoint, config: Config) -> Config:
     """Return the config with the recorded value for `auto`.
 
     `auto` depends on the data and the epochs, but a run that is continued for more epochs keeps its steps. A run of an
-    older dualtune evaluated on a valid file in spite of `data.eval: 0.1`, and goes on to.
+    older dualtune evaluated on a valid file in spite of `data.eval: 0.1`, and still does when it is resumed.
     """
     recorded = saved.state["config"].get("train", {}).get("tokens_per_step")
     eval_before = saved.state["config"].get("data", {}).get("eval")

@@ -103,7 +103,7 @@ class RunDir:
 
     path: Path
     saved: Checkpoint | None
-    notes: list[str] = field(default_factory=lambda: [])  # what was found and done when it was opened
+    notes: list[str] = field(default_factory=lambda: [])  # on what was repaired when it was opened
     has_begun: bool = False  # whether it contains anything of this run
     records: dict[str, str] = field(default_factory=lambda: {})  # the files that record how it is trained
     lock: Lock | None = None  # if this process holds it

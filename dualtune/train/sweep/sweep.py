@@ -181,7 +181,7 @@ class Attempts:
             pass
         except (NonFiniteError, OutOfMemory) as error:
             self.failure = type(error)(str(error))  # without the frames of the run, which hold its engine
-            self._tell(f"failed      {str(error).splitlines()[0]}; the sweep goes on with the other runs")
+            self._tell(f"failed      {str(error).splitlines()[0]}; the sweep continues with the other runs")
         score = result_of(trial).score
         if score.loss is not None:
             self._tell(f"loss        {score.loss:.4f} after step {score.step}")
@@ -202,7 +202,7 @@ class Attempts:
 
 
 class Rung(NamedTuple):
-    """A step at which the runs are compared, and how many go on."""
+    """A step at which the runs are compared, and how many continue."""
 
     step: int
     num_runs: int
@@ -232,7 +232,7 @@ def halve(trials: Sequence[SweepTrial], plan: Sequence[Rung], attempt: Attempts,
                 attempt(trial, f"up to step {rung.step}", rung.step)
         going = sorted(going, key=lambda trial: _score_at(trial, rung.step).order)[: rung.num_runs]
         names = ", ".join(trial.name for trial in going)
-        tell(f"step {rung.step:<6} {len(going)} of {len(trials)} runs go on: {names}")
+        tell(f"step {rung.step:<6} {len(going)} of {len(trials)} runs continue: {names}")
     for trial in going:
         attempt(trial, "to the end")
 

@@ -196,10 +196,10 @@ def _digest(values: Values) -> str:
 
 DIGITS = 3  # of a chosen number, so that a run's name says it exactly
 
-Known = Sequence[tuple[Values, float | None]]  # the values of each run so far, and its loss; None: it failed
+Results = Sequence[tuple[Values, float | None]]  # the values of each run so far, and its loss; None: it failed
 
 
-def sampler(varied: Sequence[Choices | Range], seed: int) -> Callable[[Known], Values]:
+def sampler(varied: Sequence[Choices | Range], seed: int) -> Callable[[Results], Values]:
     """Return what chooses the values of the next run: a function of the runs so far. EnvironmentFault without optuna.
 
     Bergstra et al., "Algorithms for Hyper-Parameter Optimization", NeurIPS 2011.
@@ -209,7 +209,7 @@ def sampler(varied: Sequence[Choices | Range], seed: int) -> Callable[[Known], V
     space: dict[str, Any] = {setting.key: _distribution(optuna, setting) for setting in varied}
     texts = {setting.key for setting in varied if isinstance(setting, Choices)}
 
-    def choose(results: Known) -> Values:
+    def choose(results: Results) -> Values:
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed + len(results)))
         for tried, loss in results:
             params = {key: json.dumps(value) if key in texts else value for key, value in tried.items()}

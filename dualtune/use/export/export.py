@@ -267,7 +267,7 @@ class _Export:
         return out
 
     def _to_gguf(self, llama_cpp: LlamaCpp, model: Path, out: Path, kind: str) -> Path:
-        """Convert a model directory, and name the tokens that end a turn, of which a converter may know but one."""
+        """Convert a model directory, and name the tokens that end a turn: a converter may know only one of them."""
         llama_cpp.convert(model, out, kind)
         set_numbers(out, gguf_file.stop_keys(stop_tokens(self._tokenizer)))
         return out

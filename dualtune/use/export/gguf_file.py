@@ -350,7 +350,7 @@ class _Header:
     def __init__(self, source: BinaryIO, file: Path) -> None:
         self._source, self._file = source, file
         if self._bytes(4) != _MAGIC or self.number("I") != _VERSION:
-            raise FormatError(f"{file}: is no GGUF file of version {_VERSION}")
+            raise FormatError(f"{file}: is not a GGUF file of version {_VERSION}")
 
     def number(self, form: str) -> int:
         return int(struct.unpack(f"<{form}", self._bytes(struct.calcsize(form)))[0])

@@ -128,7 +128,7 @@ def environment_of(directory: Path) -> LlamaCpp:
     for path in (python, converter):
         if not path.exists():
             raise EnvironmentFault(
-                f"{directory}: is no environment with llama.cpp ({path} is missing), nor a checkout of it, which "
+                f"{directory}: is not an environment with llama.cpp ({path} is missing), nor a checkout of it, which "
                 f"has {CONVERTER}. {_HOW}"
             )
     return LlamaCpp(python, converter)

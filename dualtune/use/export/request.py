@@ -1,4 +1,4 @@
-"""An export as data: what is asked for, the distance from what it stands for, and its loss on the held-out rows."""
+"""An export as data: the request, the distance from the model it stands for, and the loss on the held-out rows."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class HeldOut:
             raise ConfigError(f"there is no run with a {CONFIG} around the adapter")
         config = load_config(run / CONFIG)
         tokenizer, _ = load_tokenizer(model, adapter, directory, "auto", config.data.special_tokens_in_text)
-        self._documents, self._layout = Data(config).held_out_only(tokenizer).wanted(), layout_of(config)
+        self._documents, self._layout = Data(config).held_out_only(tokenizer).desirable(), layout_of(config)
         if not len(self._documents):
             raise DataError("the run held out no rows with an answer that is wanted")
 

@@ -33,7 +33,7 @@ MAX_FILE_BYTES = 1 << 30  # that is read again; a larger one is begun anew
 
 
 class KeptAnswers:
-    """The answers of one command. Without a file, nothing is kept."""
+    """The answers of one command. Without a file, none is saved."""
 
     def __init__(self, target: Path | None, made_by: Mapping[str, Any]) -> None:
         """`target`: the file that the command writes at its end; `made_by`: what decides an answer, as JSON values."""

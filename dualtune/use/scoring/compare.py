@@ -22,7 +22,7 @@ import numpy as np
 from dualtune.base import interrupt
 from dualtune.base.errors import ConfigError, DataError, EnvironmentFault
 from dualtune.config import Config
-from dualtune.data.chat.formats import Example
+from dualtune.data.chat.examples import Example
 from dualtune.data.documents import Data, tokenize
 from dualtune.data.similarity import NEAR, jaccard, shingles, sketch, text_of
 from dualtune.engine.backend import Backend
@@ -134,7 +134,7 @@ class Leaks:
 def find_leaks(
     held_out: Sequence[Example], training: Iterable[Example], show: Callable[[int], None] = lambda done: None
 ) -> Leaks:
-    """Compare each training row with the held-out rows. `show` is told how many training rows have been read."""
+    """Compare each training row with the held-out rows. `show` gets the number of training rows read."""
     index = _HeldOut(held_out)
     for done, example in enumerate(training, start=1):
         interrupt.poll()

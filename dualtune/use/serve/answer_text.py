@@ -24,6 +24,7 @@ Pairs = Sequence[tuple[int, float]]  # tokens and their log-probabilities
 
 
 def encoded(request: CompletionRequest, tokenizer: Tokenizer, system: str | None) -> np.ndarray:
+    """Return the tokens of a request's prompt, int32 [T]. ConfigError if it cannot be encoded."""
     if isinstance(request.prompt, str):
         return tokenizer.encode_text(request.prompt)
     if isinstance(request.prompt, list):
@@ -78,7 +79,7 @@ def begun_answer(request: CompletionRequest, tokenizer: Tokenizer) -> BegunAnswe
 
 
 class AnswerText:
-    """The text of an answer: what of it is said, and the calls in it."""
+    """The text of an answer: what the client sees of it, and the calls in it."""
 
     def __init__(self, request: CompletionRequest, calls: TemplateCalls | None, begun: str) -> None:
         """`begun`: how the answer begins with a call."""
@@ -145,7 +146,7 @@ class AnswerScores:
 
     def table(self, row: PromptedRow) -> dict[str, Any]:
         """Return the table of the row's tokens that no table has yet."""
-        new = slice(self._count, len(row.tokens))  # without the token that ended it, which is no part of the answer
+        new = slice(self._count, len(row.tokens))  # without the token that ended it, which is not part of the answer
         tokens, logprobs = row.tokens[new], (row.choose.logprobs or [])[new]
         tops = [zip(ids.tolist(), values.tolist(), strict=True) for ids, values in row.choose.top[new]]
         places = [*zip(tokens, logprobs, map(list[tuple[int, float]], tops or [()] * len(tokens)), strict=True)]

@@ -111,7 +111,7 @@ class RunningAnswer:
         self.row = PromptedRow(number, prompt, limit, choose, self._ends_with, has_ended=not limit)
 
     def _ends_with(self, tokens: list[int]) -> bool:
-        """Pass on what the last token says, but for what may become a stop text or a call. Return whether it ends."""
+        """Pass on the text of the last token, but for what may become a stop text or a call. Return whether it ends."""
         try:
             self._pass_on(self._text.feed(self._cut.feed(self._tokens.feed(tokens[-1]))))
         except Exception as error:  # noqa: BLE001  of this answer, which must not end the others
@@ -124,7 +124,7 @@ class RunningAnswer:
         return self._cut.found or self._text.is_complete or self._tokens.is_ended
 
     def finish(self) -> None:
-        """Pass on the rest: what was held back is said, or is a call. _NoCall if it ended too early for its call."""
+        """Pass on the rest: what was held back is text, or a call. _NoCall if it ended too early for its call."""
         is_cut = self._is_late or len(self.row.tokens) >= self.row.limit
         is_whole = self._has_text_ended or not is_cut
         rest = "" if self._has_text_ended else self._cut.feed(self._tokens.rest())
@@ -188,7 +188,7 @@ class Answers:
         return job
 
     def answer_next(self) -> None:
-        """Begin what waits and has room, and go on with the answers by a token, or return after a moment without any.
+        """Begin the requests that have room, and extend the answers by a token, or return after a moment without any.
 
         Only the engine's thread calls this.
         """

@@ -39,7 +39,7 @@ class BatchGroup:
 
 
 def batch_groups(adapters: AdapterSet, most_numbers: int, tell: Callable[[str], object]) -> list[BatchGroup]:
-    """Return the groups of the models of a set, and tell why an adapter is no part of a bank."""
+    """Return the groups of the models of a set, and tell why an adapter is left out of a bank."""
     plain = [None, *((adapter.spec, adapter.tensors) for adapter in adapters.adapters.values())]
     for name, adapter in zip(adapters.names, plain, strict=True):
         if adapter is not None and (reason := why_not_bankable(*adapter)):
@@ -58,7 +58,7 @@ class ServedRows:
         self, adapters: AdapterSet, groups: Sequence[BatchGroup], bounds: Bounds, is_shortage: Judge, is_over: Judge,
         tell: Callable[[str], object],
     ) -> None:  # fmt: skip
-        """`is_shortage`: whether an error is one of memory; `is_over`: whether nothing can go on after it."""
+        """`is_shortage`: whether an error is one of memory; `is_over`: whether nothing can be computed after it."""
         self._adapters, self._engine, self._bounds, self._tell = adapters, adapters.engine, bounds, tell
         self._is_shortage, self._is_over = is_shortage, is_over
         self._groups = {name: group for group in groups for name in group.names}
@@ -85,7 +85,7 @@ class ServedRows:
     def add(self, name: str, row: PromptedRow) -> None:
         """Add a row of a model for which there is room: to the batch of all rows, or behind them if they can be none.
 
-        Raises only an error after which nothing can go on.
+        Raises only an error after which nothing can be computed.
         """
         if self.is_empty and self._groups[name] is not self._group:
             self._group, self._batch = self._groups[name], None
@@ -99,9 +99,9 @@ class ServedRows:
             self._tokens = None
 
     def _numbered(self, name: str, row: PromptedRow) -> PromptedRow:
-        held = self._adapters.held
-        row.adapter, row.held = self._group.number_of(name), held.longest(name, row.text)
-        row.keep = partial(held.put, name)
+        caches = self._adapters.caches
+        row.adapter, row.cache = self._group.number_of(name), caches.longest(name, row.text)
+        row.keep = partial(caches.put, name)
         return row
 
     def _common_batch(self) -> RowBatch | None:
@@ -112,7 +112,7 @@ class ServedRows:
             try:
                 check_decoding(self._engine, prompts, bank)
                 self._batch = RowBatch(
-                    self._engine, self._bounds, self._is_shortage, self._tell, bank, self._adapters.held.forget
+                    self._engine, self._bounds, self._is_shortage, self._tell, bank, self._adapters.caches.forget
                 )
             except Exception as error:
                 if self._is_over(error):
@@ -162,7 +162,7 @@ class ServedRows:
         failure = None
         try:
             if self._tokens is None:
-                cache = self._adapters.held.begun(name, row.text)
+                cache = self._adapters.caches.cache_for(name, row.text)
                 self._tokens = self._engine.generate(row.text, choose=row.choose, cache=cache)
             if not row.has_ended:
                 row.append(next(self._tokens, None))

@@ -48,7 +48,7 @@ class Handler(ApiHandler):
         self.answer_with(self._post)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what is no request, or has another method."""
+        """Refuse a malformed request, or another method."""
         self._has_begun = False
         super().send_error(code, message, explain)
 

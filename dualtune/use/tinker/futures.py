@@ -36,8 +36,10 @@ class Reply:
 
 @dataclass(slots=True, eq=False)
 class Future:
+    """A request that is executed later; the client fetches its outcome."""
+
     id: str
-    sampler: tuple[str, int] | None = None  # the sampling session and clone that is told of its end
+    sampler: tuple[str, int] | None = None  # the sampling session and clone that learns of its end
     ended: threading.Event = field(default_factory=threading.Event)
     outcome: Reply | Failure | None = None
     is_cancelled: bool = False

@@ -46,12 +46,12 @@ class ClientData:
                 yield self._batch(rows, number)
 
     def placed(self, row: Row) -> Iterator[tuple[int, int, int]]:
-        """Yield each datum of a row, the number of tokens that it lacks there, and the datum that has them."""
+        """Yield each datum of a row, the number of its tokens that are there already, and the datum that has them."""
         parent = row[0]
         for i, added in zip(row, self._sizes.added(row), strict=True):
-            lacking = len(self.data[i].tokens) - added
-            parent = parent if lacking else i
-            yield i, lacking, parent
+            num_shared = len(self.data[i].tokens) - added
+            parent = parent if num_shared else i
+            yield i, num_shared, parent
 
     def _batch(self, rows: Sequence[Row], number: tuple[int, ...]) -> Batch:
         shape = len(rows), padded(max(map(self._sizes.of, rows)))
@@ -59,14 +59,14 @@ class ClientData:
         labels = np.full((*shape, *number), IGNORE_INDEX, np.int32)
         for b, row in enumerate(rows):
             end, segment_of = 0, {i: segment for segment, i in enumerate(row, start=1)}
-            for i, lacking, parent in self.placed(row):
+            for i, num_shared, parent in self.placed(row):
                 datum, start = self.data[i], end
-                end += len(datum.tokens) - lacking
-                tokens[b, start:end] = datum.tokens[lacking:]
-                labels[b, start:end] = self.targets[i].labels[lacking:]
+                end += len(datum.tokens) - num_shared
+                tokens[b, start:end] = datum.tokens[num_shared:]
+                labels[b, start:end] = self.targets[i].labels[num_shared:]
                 segments[b, start:end] = segment_of[i]
-                positions[b, start:end] = np.arange(lacking, len(datum.tokens))
-                parents[b, start:end] = segment_of[parent] if lacking else 0
+                positions[b, start:end] = np.arange(num_shared, len(datum.tokens))
+                parents[b, start:end] = segment_of[parent] if num_shared else 0
         seeds = np.zeros(shape, np.uint32)  # these adapters have no dropout
         return Batch(
             tokens, labels, segments, positions, seeds, documents=tuple(map(tuple, rows)),
@@ -131,10 +131,10 @@ class LossSums:
         """Return the loss weights with which the engine's own loss has the gradient of this one."""
         own, slopes = at_targets(logprobs_BT, batch), dict[int, np.ndarray]()
         for row in batch.documents:
-            for i, lacking, parent in self._data.placed([*row]):
-                logps_T = self._data.targets[i].of_client(own[i], lacking)
-                if lacking:
-                    logps_T = np.concatenate([self.logprobs[parent][:lacking], logps_T])
+            for i, num_shared, parent in self._data.placed([*row]):
+                logps_T = self._data.targets[i].of_client(own[i], num_shared)
+                if num_shared:
+                    logps_T = np.concatenate([self.logprobs[parent][:num_shared], logps_T])
                 values_T, slopes[i] = loss_of(self._loss, logps_T, self._data.data[i].inputs, self._config)
                 self._values[i], self.logprobs[i] = float(values_T.sum()), logps_T
                 self.num_weighted += int(np.count_nonzero(slopes[i]))
@@ -146,11 +146,11 @@ class LossSums:
         """Return a micro-batch with the weight −slope for each target; one that data share has the slopes of all."""
         of_engine = dict[int, np.ndarray]()
         for row in batch.documents:
-            for i, lacking, parent in self._data.placed([*row]):
+            for i, num_shared, parent in self._data.placed([*row]):
                 slopes_T = self._data.targets[i].of_engine(slopes[i])
-                of_engine[i] = slopes_T[lacking:].copy()
-                if lacking:
-                    of_engine[parent][:lacking] += slopes_T[:lacking]
+                of_engine[i] = slopes_T[num_shared:].copy()
+                if num_shared:
+                    of_engine[parent][:num_shared] += slopes_T[:num_shared]
         return with_slopes(batch, of_engine)
 
 
@@ -177,9 +177,9 @@ class DistinctTargets:
             labels[t] = np.concatenate([distinct, others])[: len(tokens_K)]
         return cls(labels, places)
 
-    def of_client(self, values: np.ndarray, lacking: int) -> np.ndarray:
-        """Return values of the engine's labels, but for the first `lacking` places, as those of the client's."""
-        return values if self.place_TK is None else np.take_along_axis(values, self.place_TK[lacking:], -1)
+    def of_client(self, values: np.ndarray, num_shared: int) -> np.ndarray:
+        """Return values of the engine's labels, but for the first `num_shared` places, as those of the client's."""
+        return values if self.place_TK is None else np.take_along_axis(values, self.place_TK[num_shared:], -1)
 
     def of_engine(self, slopes: np.ndarray) -> np.ndarray:
         """Return slopes of the client's targets as those of the engine's labels."""

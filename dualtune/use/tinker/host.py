@@ -130,7 +130,7 @@ class TrainingHost:
         return self._open(replace(info, name=name, base=self.base, created=time.time(), steps=0), state)
 
     def run_info(self, name: str) -> ServedRun:
-        """Return what is known of a run in memory, or of one that `runs_dir` has."""
+        """Return the facts of a run in memory, or of one that `runs_dir` has."""
         own = self._runs.get(name)
         return read_run(self.runs_dir / check_name("run", name)) if own is None else replace(own.info, steps=own.steps)
 
@@ -261,7 +261,7 @@ class TrainingHost:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_state(self, run: str, name: str, *, overwrite: bool = False) -> CheckpointInfo:
-        """Save what a run needs to go on. The gradient of the next update is no part of it."""
+        """Save what a run needs to continue. The gradient of the next update is not part of it."""
         own = self._run(run)
         engine = self._seat.train(own.state)
         spec = own.state.weights.spec
@@ -312,7 +312,7 @@ class TrainingHost:
         return path
 
     def _keep(self, path: str, weights: Weights) -> None:
-        """Keep a sampler in memory. Of those that are on disk too, the one that was not asked for longest leaves."""
+        """Keep a sampler in memory. The least recently used of those that are on disk too leaves."""
         self._samplers.pop(path, None)
         self._samplers[path] = weights
         on_disk = [each for each in self._samplers if not each.startswith(UNNAMED)]
@@ -329,7 +329,7 @@ class TrainingHost:
         if optimizer and (name, slots) != (OPTIMIZER.name, OPTIMIZER.slots):
             raise ConfigError(
                 f"path: {source} has the state of {name} ({', '.join(slots) or 'none'}), and served is AdamW "
-                f"({', '.join(OPTIMIZER.slots)}). Load it without its optimizer, or go on with `dualtune train`"
+                f"({', '.join(OPTIMIZER.slots)}). Load it without its optimizer, or continue with `dualtune train`"
             )
         return info, saved
 
@@ -472,7 +472,7 @@ class OpenRun:
         self._since = [0.0, 0, 0, 0]  # loss, targets with a weight, tokens and data since the last update
 
     def note(self, sums: LossSums, data: Sequence[Datum]) -> None:
-        """Note what was added to the gradient."""
+        """Record a contribution to the gradient."""
         added = sums.total, sums.num_weighted, sum(len(datum.tokens) for datum in data), len(data)
         self._since = [before + more for before, more in zip(self._since, added, strict=True)]
 
@@ -506,7 +506,7 @@ def check_adam(settings: AdamSettings) -> None:
         ("beta2", "0 to below 1", 0 <= settings.beta2 < 1),
         ("eps", "above 0", settings.eps > 0),
         ("weight_decay", "0 or more", settings.weight_decay >= 0),
-        ("grad_clip_norm", "a number, 0 is no clipping", True),
+        ("grad_clip_norm", "a number, 0 means no clipping", True),
     ):
         if not (is_allowed and math.isfinite(getattr(settings, name))):
             raise ConfigError(f"adam_params: {name}: got {getattr(settings, name)}, allowed: {allowed}")

@@ -31,7 +31,7 @@ class Ledger:
         self._notes: dict[str, dict[str, Any]] = _read(self._path)
 
     def note(self, of: str, *, ttl_s: float | None = None, metadata: Mapping[str, Any] | None = None) -> None:
-        """Note what is said of a run or a checkpoint, in place of what was said before."""
+        """Replace the notes on a run or a checkpoint."""
         notes = {
             "expires_at": None if ttl_s is None else time.time() + ttl_s,
             "user_metadata": None if metadata is None else dict(metadata),

@@ -65,6 +65,8 @@ class AdamSettings:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
+    """A request to continue a prompt."""
+
     source: str | None  # what `save_sampler` returned, or the path of a checkpoint; None: the base
     prompt: np.ndarray  # int32 [T]
     num_samples: int = 1

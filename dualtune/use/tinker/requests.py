@@ -26,7 +26,7 @@ from dualtune.use.tinker.messages import AdamSettings, Datum, LoraSettings, Samp
 MAX_BODY = 1 << 26  # bytes, also of what a compressed body holds; the client sends 5 MB, or one datum that is longer
 MAX_TEXT, MAX_RANK, MAX_SAMPLES, MAX_TOP, MAX_STOPS = 1000, 512, 256, 128, 64
 MAX_DATA = 4096
-# What is said of keys that are not served, where there is something to do instead.
+# The hints for keys that are not served, if there is something to do instead.
 HINTS = {
     "record_stability_info": "the loss stable_reinforce has no public formula, so nothing is recorded for it. Take "
     "importance_sampling, ppo, cispo or gspo",
@@ -101,7 +101,7 @@ class LoraBody(TinkerBody):
     train_attn: bool = True
 
     def settings(self) -> LoraSettings:
-        """Return it as the host takes it."""
+        """Return the settings in the form of the host."""
         return LoraSettings(**self.model_dump(exclude={"type"}))
 
 
@@ -133,7 +133,7 @@ class AdamBody(TinkerBody):
     grad_clip_norm: Positive = 0.0
 
     def settings(self) -> AdamSettings:
-        """Return it as the host takes it."""
+        """Return the settings in the form of the host."""
         return AdamSettings(**self.model_dump(exclude={"type"}))
 
 
@@ -217,7 +217,7 @@ class SampleBody(TinkerBody):
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
 
     def request(self) -> SampleRequest:
-        """Return it as the host takes it, without its source."""
+        """Return the request in the form of the host, without its source."""
         params = self.sampling_params
         tokens = [token for chunk in self.prompt.chunks for token in chunk.tokens]
         if not tokens:
@@ -401,7 +401,7 @@ def _dense(tensor: Any, name: str) -> np.ndarray:
 
 def _array(data: bytes, dtype: Any, name: str) -> np.ndarray:
     if len(data) % np.dtype(dtype).itemsize:
-        raise BadRequest(400, f"{name}: {len(data)} bytes are no whole number of {np.dtype(dtype)}")
+        raise BadRequest(400, f"{name}: {len(data)} bytes are not a whole number of {np.dtype(dtype)}")
     return np.frombuffer(data, dtype)
 
 

@@ -19,7 +19,7 @@ from dualtune.use.tinker.seat import BankedWeights, Seat, Weights
 
 @dataclass(frozen=True, slots=True)
 class SampledSource:
-    """What is asked of weights, or of the base alone (None)."""
+    """The requests to sample from weights, or from the base alone (None)."""
 
     weights: Weights | None
     pending: Mapping[int, PendingSamples]  # by the index of the request

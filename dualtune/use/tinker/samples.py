@@ -1,4 +1,4 @@
-"""Requests to sample, continued together: their rows in one batch, and what is said of their prompts.
+"""Requests to sample, continued together: their rows in one batch, and the scores of their prompts.
 
 A list of stops replaces what ends a turn: an empty one stops at nothing but max_tokens.
 """
@@ -34,7 +34,7 @@ def admitted(
     model: LoadedModel, requests: Sequence[SampleRequest], indices: Sequence[int], limits: SampleLimits,
     is_cancelled: Callable[[int], bool],
 ) -> tuple[dict[int, PendingSamples], list[tuple[int, ConfigError]]]:  # fmt: skip
-    """Return those of the requests with these indices that can be answered, and what refuses the others.
+    """Return the requests with these indices that can be answered, and the refusals of the others.
 
     The samples of one that is cancelled end after the next token.
     """
@@ -146,7 +146,7 @@ def stops_of(stop: Sequence[str] | Sequence[int] | None) -> tuple[list[str], fro
 
 
 def score_prompts(engine: Engine, pending: Iterable[PendingSamples], bank: AdapterBank | None = None) -> None:
-    """Let the model say something of the prompts for which that is asked, all at once.
+    """Score the prompts of the requests that ask for it, all at once.
 
     With a bank, each by the adapter that its rows have.
     """

@@ -1,8 +1,8 @@
 """One base model for many runs: an engine that computes for one run at a time, and the states of the others.
 
-What a run has — adapter, optimizer, gradient — is in the engine while it is seated there, and else in host memory, in
-NumPy. A run that is seated again goes on bitwise. Runs with another rank or other modules need another engine over the
-same base, which is then made anew; the base is loaded once.
+What a run has — adapter, optimizer, gradient — is in the engine while it is seated there, else in host memory, in
+NumPy. A run that is seated again continues bitwise. Runs with another rank or other modules need another engine over
+the same base, which is then made anew; the base is loaded once.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Seat:
         self._weights = weights
 
     def _unseat(self) -> None:
-        """Let the host have what only the engine has of the run that is seated."""
+        """Copy to the host what only the engine has of the run that is seated."""
         run, engine = self._run, self._engine
         if run is None or engine is None:
             return
@@ -167,7 +167,7 @@ class Seat:
         self._run = None
 
     def _keep_weights(self) -> None:
-        """Let the host have the weights that are in the engine, before others replace them."""
+        """Copy the engine's weights to the host, before others replace them."""
         if self._weights is not None and self._engine is not None:
             self.fetch(self._weights)
 

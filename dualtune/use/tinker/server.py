@@ -54,7 +54,7 @@ class TrainingHandler(ApiHandler):
     body_types = ("application/json", PROTOBUF)
 
     def do_GET(self) -> None:
-        """Tell what is there."""
+        """Answer the requests that read."""
         self.answer_with(self._without_body)
 
     def do_DELETE(self) -> None:
@@ -66,7 +66,7 @@ class TrainingHandler(ApiHandler):
         self.answer_with(self._with_body)
 
     def do_PUT(self) -> None:
-        """Change what is said of a checkpoint."""
+        """Change the settings of a checkpoint."""
         self.answer_with(self._with_body)
 
     def client_key(self) -> str:
@@ -186,7 +186,7 @@ def _dynamic_config(call: Call) -> str:
 
 
 def _telemetry(call: Call) -> str:
-    """It is accepted, because the client does not rest without, and dropped."""
+    """Accept and drop it: the client repeats it until it is accepted."""
     return call.send({"status": "accepted"})
 
 

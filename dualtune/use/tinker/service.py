@@ -1,6 +1,6 @@
 """What the server does for its clients. Any thread may call the methods of `TrainingService`, but for the last ones.
 
-The model is used by one thread, which calls `run_next`. All else only files requests and reads what is there.
+The model is used by one thread, which calls `run_next`. All else only files requests and reads results.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class Turns:
                     order.early.clear()
 
     def close(self) -> None:
-        """Let all that waits fail, and all that comes."""
+        """Let all requests fail, those that wait and later ones."""
         with self._changed:
             self.is_closed = True
             early = [turn for order in self._orders.values() for turn in order.early.values()]

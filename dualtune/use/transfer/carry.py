@@ -159,7 +159,7 @@ def pull(
 ) -> Pulled:  # fmt: skip
     """Fetch a bundle, verify it, and unpack it into a new directory, or keep the file.
 
-    FormatError if it cannot be trusted; nothing of it is kept then. After a lost connection the next pull resumes.
+    FormatError if it cannot be trusted; it is removed then. After a lost connection the next pull resumes.
     """
     remote = _parse(text)
     required = replace(required, found_as=remote.name)

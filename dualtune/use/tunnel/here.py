@@ -108,7 +108,7 @@ class Tunnel:
         return (
             f"{self.store.host}: lost, and not reached again for {self.task.lease_s:.0f} s: {problem}. When nothing is "
             "heard there for as long, the command is ended with SIGTERM. What was fetched stays in "
-            f"{self.to}: {self.num_saved} checkpoints and adapters. To go on, run the same command again"
+            f"{self.to}: {self.num_saved} checkpoints and adapters. To continue, run the same command again"
         )
 
     def _arguments(self) -> list[str]:

@@ -42,7 +42,7 @@ LOOK_S, POLL_S = 2.0, 0.2  # between looks at the directory, and at all else
 PIECE_BYTES = 1 << 15
 STATIC = ("config.yaml", "tinker.json", "environment.json", "chat_template.jinja")  # of a run, beside what it saves
 LOST = 4  # the exit code that is reported of a command whose keeper was killed, or its machine restarted
-KEPT_S = 7 * 86400.0  # what is known of a tunnel that has ended
+KEPT_S = 7 * 86400.0  # the files of a tunnel that has ended
 
 
 @dataclass(frozen=True, slots=True)

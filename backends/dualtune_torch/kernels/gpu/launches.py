@@ -30,7 +30,7 @@ def blocks_of(length: int, block: int) -> int:
 
 
 def parts_of(length: int, block: int, programs: int) -> int:
-    """Return in how many parts a reduction over `length` is cut, when everything else gives so many programs."""
+    """Return into how many parts to cut a reduction over `length`, when everything else gives so many programs."""
     return max(1, min(length // (BLOCKS_OF_A_PART * block), PROGRAMS // max(1, programs)))  # none without a token
 
 

@@ -220,8 +220,8 @@ class Content:
         if self._suffix == "safetensors":  # it starts with 8 bytes of length, which may equal any magic number
             length = int.from_bytes(head[:8], "little")
             if length > min(MAX_HEADER_BYTES, self._num_bytes - 8) or head[8:9] != b"{":
-                raise FormatError(f"{self._where}: is no safetensors file" + (f", but {other}" if other else ""))
+                raise FormatError(f"{self._where}: is not a safetensors file" + (f", but {other}" if other else ""))
         elif other:
             raise FormatError(f"{self._where}: is {other}")
         elif self._suffix == "json" and not head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
-            raise FormatError(f"{self._where}: is no JSON object")
+            raise FormatError(f"{self._where}: is not a JSON object")
