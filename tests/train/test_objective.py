@@ -11,15 +11,14 @@ from dualtune.base.errors import EnvironmentFault
 from dualtune.engine.backend import get_backend
 from dualtune.engine.testing import tolerances
 from dualtune.engine.testing.conformance import (
-    WEIGHTS,
     assert_close,
     gradient,
     llama_case,
     norm_of,
     random_adapter,
     softmax_case,
-    weighted,
 )
+from dualtune.engine.testing.conformance_losses import WEIGHTS, weighted
 from dualtune.engine.testing.oracles import target_logprobs_of
 from dualtune.model.optimizer import OPTIMIZERS
 from dualtune.train.objective import add_gradient, sft
