@@ -95,6 +95,23 @@ def test_the_numbers_are_those_of_the_run(plain):
     assert found["best"] == best
 
 
+def test_what_an_objective_measures_has_plots_where_a_run_has_it(copy):
+    """From the step on that has it; evaluations with what they have."""
+    rows = [step(1), step(2, reward_margin=0.5, reward_accuracy=0.25), step(3, reward_margin=0.75), step(4, unknown=1.0)]
+    evaluations = [
+        {"time": "2026-01-01T00:00:09+00:00", "step": 4, "eval_loss": 1.0, "eval_targets": 5, "eval_reward_margin": 0.625},
+        {"time": "2026-01-01T00:00:10+00:00", "step": 5, "eval_loss": 1.0, "eval_targets": 5, "eval_reward_margin": None},
+    ]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*rows, *evaluations)))
+    page = run_page([copy])
+    assert re.findall(r'id="figure-(\w+)"', page)[:4] == ["loss", "reward_margin", "reward_accuracy", "lr"]
+    (drawn,) = json.loads(re.search(r'id="numbers">(.*?)</script>', page)[1])
+    assert drawn["measured"] == ["reward_margin", "reward_accuracy"]
+    assert drawn["series"]["reward_margin"] == [None, 0.5, 0.75, None]
+    assert drawn["series"]["reward_accuracy"] == [None, 0.25, None, None]
+    assert [mark.get("reward_margin") for mark in drawn["evals"]] == [0.625, None]
+
+
 def test_a_plan_stands_beside_what_it_plans_and_mapped_files_apart(copy):
     """A process of 700 MiB at its peak, of which 250 are mapped files, was planned with 440."""
     mib = 1 << 20

@@ -17,6 +17,16 @@ COLUMNS = (
     "loss", "lr", "grad_norm", "tokens_per_s", "documents_per_min", "peak_bytes", "num_tokens", "step_s", "epoch",
 )  # fmt: skip
 DRAWN = ("loss", "smooth", "lr", "grad_norm", "tokens_per_s", "peak_bytes")
+# The metrics of an objective that have a plot of their own where a run has them, and what it is called.
+OF_OBJECTIVES = {
+    "reward": "Mean reward of the samples",
+    "reward_margin": "Margin between the rewards of chosen and rejected answers",
+    "reward_accuracy": "Share of the pairs in the right order",
+    "chosen_logp": "Log-probability of the chosen answers",
+    "rejected_logp": "Log-probability of the rejected answers",
+    "kl": "Divergence from the reference, in nats",
+    "entropy": "Entropy of a sampled token, in nats",
+}
 MAX_POINTS = 2000  # of a curve, about one for each pixel
 MAX_EVENTS = 500  # shown; the last ones
 MAX_MESSAGE = 600  # characters
@@ -34,6 +44,7 @@ class Mark:
     kind: str = ""
     text: str = ""
     loss: float = math.nan
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # of an evaluation, those of OF_OBJECTIVES
 
 
 @dataclass(slots=True)
@@ -43,6 +54,7 @@ class Curves:
     history: History = field(default_factory=History)
     steps: array[int] = field(default_factory=lambda: array("q"))
     columns: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
+    measured: dict[str, array[float]] = field(default_factory=lambda: {})  # those of OF_OBJECTIVES that a row had
     tokens: array[float] = field(default_factory=lambda: array("d"))  # trained on so far
     seconds: array[float] = field(default_factory=lambda: array("d"))  # since the first row
     events: list[Mark] = field(default_factory=lambda: [])
@@ -86,11 +98,12 @@ class Curves:
     def as_json(self) -> dict[str, Any]:
         """Return what the page draws: None for a number that is not finite."""
         chosen = _thinned(self.columns["loss"], self.columns["grad_norm"])
-        columns: dict[str, Sequence[float]] = {**self.columns, "smooth": self.smooth()}
+        columns: dict[str, Sequence[float]] = {**self.columns, **self.measured, "smooth": self.smooth()}
         best = self.best
         return {
             "x": {name: _picked(column, chosen) for name, column in self._x().items()},
-            "series": {name: _picked(columns[name], chosen) for name in DRAWN},
+            "series": {name: _picked(columns[name], chosen) for name in (*DRAWN, *self.measured)},
+            "measured": [*self.measured],  # the series that not every run has
             "evals": [_as_json(mark) for mark in self.evals],
             "best": best and _as_json(best),
             "events": [_as_json(mark) for mark in self.events],
@@ -111,7 +124,8 @@ class Curves:
         if "eval_loss" in row:
             while self.evals and self.evals[-1].step >= row["step"]:  # a resumed run repeats some
                 self.evals.pop()
-            self.evals.append(Mark(*where, loss=row["eval_loss"]))
+            metrics = {name: value for name in OF_OBJECTIVES if (value := number(row.get(f"eval_{name}"))) is not None}
+            self.evals.append(Mark(*where, loss=row["eval_loss"], metrics=metrics))
         elif "event" in row:
             self.num_events += 1
             kind, text = (str(row.get(key, ""))[:MAX_MESSAGE] for key in ("event", "message"))
@@ -122,6 +136,10 @@ class Curves:
         for name, column in self.columns.items():
             value = number(row.get(name))
             column.append(math.nan if value is None else float(value))
+        for name in OF_OBJECTIVES:
+            if (value := number(row.get(name))) is not None or name in self.measured:
+                column = self.measured.setdefault(name, array("d", [math.nan] * (len(self.steps) - 1)))
+                column.append(math.nan if value is None else float(value))
         trained = self.columns["num_tokens"][-1]
         before = self.tokens[-1] if self.tokens else 0.0
         self.tokens.append(before + (trained if math.isfinite(trained) else 0.0))
@@ -186,4 +204,6 @@ def finite(value: float) -> float | None:
 
 def _as_json(mark: Mark) -> dict[str, Any]:
     place: dict[str, Any] = {"step": mark.step, "tokens": mark.tokens, "seconds": finite(mark.seconds)}
-    return place | ({"kind": mark.kind, "text": mark.text} if mark.kind else {"loss": finite(mark.loss)})
+    if mark.kind:
+        return place | {"kind": mark.kind, "text": mark.text}
+    return place | {"loss": finite(mark.loss), **{name: finite(value) for name, value in mark.metrics.items()}}

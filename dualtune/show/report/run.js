@@ -29,17 +29,22 @@
     return line(name, ends, ends.map(() => value), { stroke: colour("--limit"), dash: [6, 4] });
   }
 
+  /* The evaluations of a run, by a key of theirs that not each may have. */
+  function evaluations(run, index, name) {
+    const known = run.evals.filter((mark) => mark[name] !== undefined);
+    const stroke = alone ? colour("--evaluation") : runColour(index);
+    const look = { stroke, width: 1.5, dash: [2, 3], dots: true };
+    const [at, values] = [axis, name].map((key) => known.map((mark) => mark[key]));
+    return known.length ? [line(label(run, "evaluation"), at, values, look)] : [];
+  }
+
   function lossLines(run, index) {
     const x = run.x[axis];
     const stroke = runColour(index);
     const found = [];
     if (alone) found.push(line("loss", x, run.series.loss, { stroke: colour("--faint"), width: 1 }));
     found.push(line(label(run, alone ? "smoothed" : ""), x, run.series.smooth, { stroke, width: 2, dash: runDash(run) }));
-    if (run.evals.length) {
-      const at = run.evals.map((mark) => mark[axis]);
-      const look = { stroke: alone ? colour("--evaluation") : stroke, width: 1.5, dash: [2, 3], dots: true };
-      found.push(line(label(run, "evaluation"), at, run.evals.map((mark) => mark.loss), look));
-    }
+    found.push(...evaluations(run, index, "loss"));
     const { best } = run;
     const ring = { stroke: alone ? colour("--best") : stroke, size: 11 };
     if (best) found.push(line(label(run, "best"), [best[axis]], [best.loss], ring));
@@ -52,8 +57,14 @@
     return [line(label(run, alone ? what : ""), run.x[axis], numbers, look)];
   };
 
+  /* A metric of the objective, which other runs on the page may not have. */
+  const measured = (name) => (run, index) =>
+    name in run.series ? [...plain(name, "steps")(run, index), ...evaluations(run, index, name)] : [];
+  const names = new Set(runs.flatMap((run) => run.measured));
+
   const PLOTS = {
     loss: { lines: lossLines, height: 320 },
+    ...Object.fromEntries([...names].map((name) => [name, { lines: measured(name), height: 200 }])),
     lr: { lines: plain("lr", "learning rate"), height: 200 },
     grad_norm: { lines: plain("grad_norm", "norm"), limit: (run) => run.clip, limitName: "clipped above", height: 200 },
     tokens_per_s: { lines: plain("tokens_per_s", "tokens/s"), height: 200 },

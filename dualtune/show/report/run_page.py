@@ -9,6 +9,7 @@ from typing import Any
 from dualtune.base.fields import number
 from dualtune.show.report.answers import answers, samples
 from dualtune.show.report.comparison import comparison, dashes_of, scatter
+from dualtune.show.report.curves import OF_OBJECTIVES
 from dualtune.show.report.page import asset, make_page
 from dualtune.show.report.rollouts import rollouts
 from dualtune.show.report.run_files import RunFiles, read_runs
@@ -36,10 +37,11 @@ def run_page(paths: Sequence[Path], tell: Callable[[str], object] = lambda probl
         title = f"{len(runs)} runs"
         values = {"compared": comparison(runs), "pictures": scatter(runs)}
     curves = [_curves(run, index) for index, run in enumerate(runs)] if any(run.curves.steps for run in runs) else None
+    measured = {name: text for name, text in OF_OBJECTIVES.items() if any(name in run.curves.measured for run in runs)}
     return make_page(
         "run.html", title, style="\n".join(asset(name) for name in ("uplot/uPlot.min.css", "switch.css", "run.css")),
         scripts=(asset("uplot/uPlot.iife.min.js"), asset("run.js")), license=asset("uplot/LICENSE"),
-        runs=runs, left_out=problems, sections=sections, curves_json=curves, **values,
+        runs=runs, left_out=problems, sections=sections, curves_json=curves, measured=measured, **values,
     )  # fmt: skip
 
 
