@@ -64,7 +64,7 @@ def test_the_recorded_cases_are_within_what_is_promised(benchmark):
     runs = json.loads((ROOT / "benchmarks" / "results" / "memory_plan.json").read_text())["runs"]
     gaps = benchmark.compared(runs)
     promised = {
-        "torch counted": (0.02, 0.05), "torch process": (0.03, 0.10),
+        "torch counted": (0.02, 0.05), "torch process": (0.035, 0.10),
         # Beside torch, which was installed there, transformers imports more for Llama than for other families.
         "mlx counted": (0.02, 0.10), "mlx process": (0.04, 0.15),
     }  # fmt: skip
@@ -76,8 +76,8 @@ def test_the_recorded_cases_are_within_what_is_promised(benchmark):
 def test_the_reserve_of_a_cpu_grows_with_the_peak_and_that_of_a_gpu_does_not():
     few, many = (estimate(SMOLLM, replace(CPU, micro_batch_tokens=n)) for n in (512, 2048))
     peaks = [sum(part.bytes for part in found.parts[3:5]) for found in (few, many)]
-    assert many["reserve"] - few["reserve"] == pytest.approx(0.4 * (peaks[1] - peaks[0]), abs=2)
-    assert few.parts[5].formula.startswith("320,000,000 B of libraries + 0.4 × ")
+    assert many["reserve"] - few["reserve"] == pytest.approx(0.42 * (peaks[1] - peaks[0]), abs=2)
+    assert few.parts[5].formula.startswith("325,000,000 B of libraries + 0.42 × ")
     plain, compiled = (estimate(SMOLLM, replace(CPU, kernels=kernels)) for kernels in ("reference", "auto"))
     assert "compiler" in compiled.parts[5].formula and "compiler" not in plain.parts[5].formula
     on_gpu = [estimate(SMOLLM, replace(CPU, device="cuda", micro_batch_tokens=n))["reserve"] for n in (512, 2048)]

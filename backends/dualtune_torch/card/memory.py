@@ -60,10 +60,10 @@ OFFLOADED_AT_ONCE = 2  # inputs of segments on the device: the one that is used,
 # workspace. On a CPU, fitted to the processes of benchmarks/memory_plan.py: Python with torch and transformers, and
 # Triton, which torch imports where it is installed; a share of the peak, which the C library keeps in blocks that
 # nothing fits in; with compiled code the compiler, and something for each of the first tokens whose cause is not known.
-# With int8, half of an output head in float32 comes on top.
+# With int8, an output head in float32 comes on top.
 CUDA_RESERVE = 640 << 20
-LIBRARIES, OPTIONAL, KEPT_SHARE = 320_000_000, {"triton": 30_000_000}, 0.4
-COMPILER, OF_TOKEN, GROWING_TOKENS = 20_000_000, 230_000, 512
+LIBRARIES, OPTIONAL, KEPT_SHARE = 325_000_000, {"triton": 30_000_000}, 0.42
+COMPILER, OF_TOKEN, GROWING_TOKENS = 20_000_000, 150_000, 512
 
 
 def parts(decoder: Decoder, ask: Ask) -> tuple[MemoryPart, ...]:
@@ -145,7 +145,7 @@ def reserve(decoder: Shape, ask: Ask, peak: int) -> MemoryPart:
     size, formula = libraries(LIBRARIES, OPTIONAL, ask)
     size, formula = size + int(KEPT_SHARE * peak), f"{formula} + {KEPT_SHARE} × {peak:,} B, kept by the C library"
     if ask.quantization == "int8":
-        head = decoder.vocab * decoder.hidden * MASTER_BYTES // 2
+        head = decoder.vocab * decoder.hidden * MASTER_BYTES
         size, formula = size + head, f"{formula} + {head:,} B with int8"
     if not is_compiled(decoder, ask):
         return MemoryPart("reserve", size, formula)
