@@ -97,11 +97,9 @@ def test_the_numbers_are_those_of_the_run(plain):
 
 def test_what_an_objective_measures_has_plots_where_a_run_has_it(copy):
     """From the step on that has it; evaluations with what they have."""
-    rows = [step(1), step(2, reward_margin=0.5, reward_accuracy=0.25), step(3, reward_margin=0.75), step(4, unknown=1.0)]
-    evaluations = [
-        {"time": "2026-01-01T00:00:09+00:00", "step": 4, "eval_loss": 1.0, "eval_targets": 5, "eval_reward_margin": 0.625},
-        {"time": "2026-01-01T00:00:10+00:00", "step": 5, "eval_loss": 1.0, "eval_targets": 5, "eval_reward_margin": None},
-    ]
+    rows = [step(1), step(2, reward_margin=0.5, reward_accuracy=0.25), step(3, reward_margin=0.75), step(4, other=1.0)]
+    evaluation = {"step": 4, "eval_loss": 1.0, "eval_targets": 5}
+    evaluations = [evaluation | {"eval_reward_margin": 0.625}, evaluation | {"step": 5, "eval_reward_margin": None}]
     (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (*rows, *evaluations)))
     page = run_page([copy])
     assert re.findall(r'id="figure-(\w+)"', page)[:4] == ["loss", "reward_margin", "reward_accuracy", "lr"]
