@@ -69,7 +69,7 @@ class Guards:
             had, advice = "had no reward", "The events reward_failed, above and in metrics.jsonl, say why"
         which = f"{in_a_row} steps in a row {had}; guards.nonfinite_limit is {limit}"
         if in_a_row == num_steps:
-            which = f"all {num_steps} steps of the run {had}"
+            which = f"all {num_steps} steps of the run {had}" if num_steps > 1 else f"the only step of the run {had}"
         raise NonFiniteError(f"{which}. None of them changed the weights. {advice}")
 
     def on_eval(self, record: EvalRecord) -> bool:

@@ -210,7 +210,7 @@ def test_a_turn_computes_only_what_is_new_and_answers_as_without_a_cache(
     assert computed[0] < start, "the first turn was computed again"
     fresh = Chat(found, "one", sampling, "Be brief.")
     for text, answer in ((question, first), ("Hi", second)):
-        found.held.forget("one")
+        found.caches.forget("one")
         assert "".join(fresh.ask(text)) == answer
     assert [message.content for message in fresh.messages] == ["Be brief.", question, first, "Hi", second]
     fresh.reset()

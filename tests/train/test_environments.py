@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualtune.base.errors import ConfigError, Paused
+from dualtune.base.errors import ConfigError, NonFiniteError, Paused
 from dualtune.data.chat.conversations import Message
 from dualtune.data.tokens.tokenizer import Tokenizer
 from dualtune.engine.decoding import copied_tokens
@@ -196,9 +196,11 @@ def test_an_environment_that_fails_costs_its_conversation(game_lab, assert_some_
 @pytest.mark.parametrize("lab", ["numpy"], indirect=True)
 def test_an_environment_that_hangs_does_not_hang_the_run(game_lab):
     options = {"train__steps": 1, "data__eval": 0, "rollouts__samples": 2, "train__documents_per_step": 1}
-    result = game_lab.run(**settings(game_lab, "Slow", rollouts__reward_timeout_s=0.1, **options))
-    assert [row["reward"] for row in rows_kept(result.run_dir)] == [None, None]
-    rows = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+    with pytest.raises(NonFiniteError, match=r"^the only step of the run had no reward"):
+        game_lab.run(**settings(game_lab, "Slow", rollouts__reward_timeout_s=0.1, **options))
+    run_dir = game_lab.tmp_path / "run"
+    assert [row["reward"] for row in rows_kept(run_dir)] == [None, None]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     events = [row for row in rows if row.get("event") == "reward_failed"]
     assert events and all(row["message"].startswith("environment: took longer than 0.1 s") for row in events)
 
