@@ -117,6 +117,15 @@ def test_the_speeds_among_the_claims_are_those_that_were_measured():
     assert re.findall(r"\d+\.\d", claim) == [f"{ratio:.1f}" for ratio in expected]
 
 
+def test_the_demo_of_a_real_model_took_what_is_claimed():
+    (claim,) = (claim for claim, _ in CLAIMS if claim.startswith("`make demo-real`"))
+    record = json.loads((RESULTS / "demo_real.json").read_text(encoding="utf-8"))
+    right = record["shares"]["queries that give the right rows"]
+    assert f"takes {record['demo_s'] / 60:.1f} minutes" in claim and f"{record['peak_bytes'] / 2**30:.1f} GiB" in claim
+    assert f"{right['after_pct']:.0f} % of" in claim and f"{right['before_pct']:.0f} % before" in claim
+    assert record["demo_s"] < 8 * 60 and record["peak_bytes"] < 2 * 2**30
+
+
 # --- docs/families.md ---
 
 

@@ -55,6 +55,17 @@ def test_the_peers_end_where_dualtune_ends(script):
         assert max(gaps) < 1e-3, peer
 
 
+def test_the_cost_of_experts_follows_the_active_ones(script):
+    """Each one more costs the same, within a tenth; the page has the figures."""
+    page, more = (ROOT / "docs/adapters.md").read_text(encoding="utf-8"), []
+    for run in (script("record").runs("experts")[backend]["over_1_of_32"] for backend in ("torch", "mlx")):
+        one, two, four, eight, _, of_many = (median for _, median, _ in run.values())
+        assert (eight - one) / 7 == pytest.approx((four - two) / 2, rel=0.1) == pytest.approx(two - one, rel=0.1)
+        assert f"{two:.2f}, {four:.2f} and {eight:.2f} times" in page
+        more.append(f"{of_many / eight:.2f}")
+    assert f"{' and '.join(more)} times that with 8 of 128" in page
+
+
 def test_predicted_times_are_what_the_formulas_say_today(script):
     module = script("predict")
     found = json.loads((RESULTS / "predict.json").read_text(encoding="utf-8"))
