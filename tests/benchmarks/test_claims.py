@@ -37,7 +37,7 @@ def test_the_ratios_in_the_text_are_those_that_were_measured(begins, parts):
 
 def test_the_figures_of_the_real_model_are_those_that_were_measured():
     parts = json.loads((RESULTS / "peers_no_amx.json").read_text())["parts"]
-    peers = {"trl": "TRL", "hf_peft": "Hugging Face + PEFT"}
+    peers = {"trl": "TRL", "hf_peft": "Hugging Face + PEFT", "llamafactory": "LLaMA-Factory"}
     workloads = {"wikisql": "WikiSQL", "gsm8k": "GSM8K"}
     measured = set()
     for key, part in parts.items():
