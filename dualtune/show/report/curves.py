@@ -11,7 +11,7 @@ from typing import Any
 from dualtune.base.fields import number
 from dualtune.base.redaction import redact
 from dualtune.train.health import end_loss
-from dualtune.train.state.metrics import History, time_of
+from dualtune.train.state.metrics import History, append_row, time_of
 
 COLUMNS = (
     "loss", "lr", "grad_norm", "tokens_per_s", "documents_per_min", "peak_bytes", "num_tokens", "step_s", "epoch",
@@ -136,10 +136,8 @@ class Curves:
         for name, column in self.columns.items():
             value = number(row.get(name))
             column.append(math.nan if value is None else float(value))
-        for name in OF_OBJECTIVES:
-            if (value := number(row.get(name))) is not None or name in self.measured:
-                column = self.measured.setdefault(name, array("d", [math.nan] * (len(self.steps) - 1)))
-                column.append(math.nan if value is None else float(value))
+        measured = {name: float(value) for name in OF_OBJECTIVES if (value := number(row.get(name))) is not None}
+        append_row(self.measured, measured, len(self.steps) - 1)
         trained = self.columns["num_tokens"][-1]
         before = self.tokens[-1] if self.tokens else 0.0
         self.tokens.append(before + (trained if math.isfinite(trained) else 0.0))

@@ -67,15 +67,9 @@ class History:
             self.step, self.verdict = row["step"], None
             self.losses.append(row["loss"])
             if "reward" in row or BUSIEST in row:
-                self._note_measured(metrics_in(row))
+                append_row(self.measured, metrics_in(row), max(map(len, self.measured.values()), default=0))
         elif row.get("event") == "verdict" and isinstance(word := row.get("verdict"), str):
             self.verdict = word
-
-    def _note_measured(self, metrics: Mapping[str, float]) -> None:
-        num_before = max(map(len, self.measured.values()), default=0)
-        for name in {*self.measured, *metrics}:
-            values = self.measured.setdefault(name, array("d", [math.nan] * num_before))
-            values.append(metrics.get(name, math.nan))
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:
@@ -105,6 +99,12 @@ class History:
 
 # The keys of a row of a step or an evaluation; all others are metrics of its objective.
 OWN_KEYS = frozenset({field.name for kind in (StepRecord, EvalRecord) for field in fields(kind)} | {"time"})
+
+
+def append_row(columns: dict[str, array[float]], values: Mapping[str, float], num_before: int) -> None:
+    """Add a row to columns that have `num_before`: NaN where it lacks a value, and where the rows before lacked one."""
+    for name in dict.fromkeys((*columns, *values)):
+        columns.setdefault(name, array("d", [math.nan] * num_before)).append(values.get(name, math.nan))
 
 
 def metrics_in(row: Mapping[str, Any]) -> dict[str, float]:
