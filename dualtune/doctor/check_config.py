@@ -85,7 +85,8 @@ def plan_memory(
     has = within(budget(machine, choice.platform if kind == "cuda" else kind), config.memory.limit_bytes)
     teacher = _teacher(config, choice.backend)
     beside = teacher and weights_of_teacher(config, teacher, choice.backend, kind)
-    return plan_of(config, decoder, choice.backend, kind, has, evaluated, beside)
+    packages = frozenset(machine.packages)
+    return plan_of(config, decoder, choice.backend, kind, has, evaluated, beside, packages)
 
 
 def _teacher(config: Config, backend: str) -> Shape | None:

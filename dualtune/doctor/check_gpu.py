@@ -118,7 +118,7 @@ def about_config(machine: Machine, path: Path) -> Question:
     kind = device_of(machine)
     decoder = _decoder(config, driver_of(kind).name)
     has = within(budget(machine, kind), config.memory.limit_bytes)
-    plan = plan_of(config, decoder, driver_of(kind).name, kind, has)
+    plan = plan_of(config, decoder, driver_of(kind).name, kind, has, packages=frozenset(machine.packages))
     return Question(str(path), plan.estimate.total_bytes, has, None if plan.fits else plan.smaller, plan.estimate)
 
 
@@ -150,8 +150,8 @@ class Largest:
 
 def longest_of_7b(machine: Machine) -> int:
     """Return the longest document in tokens for QLoRA of a 7B model here; 0 if not even a short one fits."""
-    kind = device_of(machine)
-    longest = longest_that_fits(decoder_of(KNOWN[SEVEN_B]), qlora(kind), budget(machine, kind).bytes)
+    has = budget(machine, device_of(machine))
+    longest = longest_that_fits(decoder_of(KNOWN[SEVEN_B]), qlora(machine), has.bytes)
     return min(longest, KNOWN[SEVEN_B]["max_position_embeddings"])
 
 
@@ -160,19 +160,19 @@ def largest_model(machine: Machine) -> Largest | None:
 
     One document at a time. Only memory counts: on a CPU it would be slow. None if no known model fits.
     """
-    kind = device_of(machine)
-    have_bytes = budget(machine, kind).bytes
+    have_bytes = budget(machine, device_of(machine)).bytes
     for name, decoder in _by_size():
-        ask = qlora(kind)
+        ask = qlora(machine)
         positions = KNOWN[name]["max_position_embeddings"]
         length = min(longest_that_fits(decoder, ask, have_bytes), positions)
         if length >= LEAST_LENGTH:
-            return Largest(name, length, estimate(decoder, qlora(kind, length)))
+            return Largest(name, length, estimate(decoder, qlora(machine, length)))
     return None
 
 
-def qlora(kind: str, length: int = LEAST_LENGTH) -> Ask:
-    """Return the setup of 4-bit training on documents of up to `length` tokens, one at a time, on a device."""
+def qlora(machine: Machine, length: int = LEAST_LENGTH) -> Ask:
+    """Return the setup of 4-bit training on a machine, one document of up to `length` tokens at a time."""
+    kind = device_of(machine)
     card = driver_of(kind)
     device = card.device(kind)
     assert device is not None  # since the card is for this kind
@@ -185,6 +185,7 @@ def qlora(kind: str, length: int = LEAST_LENGTH) -> Ask:
         targets=TARGETS,
         micro_batch_tokens=length,
         max_length=length,
+        packages=frozenset(machine.packages),
     )
 
 
@@ -223,7 +224,7 @@ def start_of(machine: Machine, largest: Largest | None) -> Start | None:
     if first is not None or largest is None:
         return first
     length = largest.max_length
-    settings = {"model.name": largest.name, "model.quantization": qlora(device_of(machine)).quantization}
+    settings = {"model.name": largest.name, "model.quantization": qlora(machine).quantization}
     lengths = {"data.max_length": length, "train.micro_batch_tokens": length}
     return replace(starts[-1], smaller=Smaller(settings | lengths, "fits"))
 

@@ -49,7 +49,7 @@ def test_verdict_config_and_fit_come_from_one_estimate(machine, wording):
     if device == "cpu":
         assert (report.label, report.config) == ("no accelerator", "cpu_smoke.yaml") and fails
         return
-    seven_b_fits = estimate(SEVEN, qlora(device, 512)).total_bytes <= have
+    seven_b_fits = estimate(SEVEN, qlora(machine, 512)).total_bytes <= have
     assert (report.label == "too small") == (not seven_b_fits) == (report.exit_code == 4)
     assert ("fit with documents up to" in report.sentence) == seven_b_fits
     largest = report.largest

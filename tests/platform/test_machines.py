@@ -11,7 +11,11 @@ from dataclasses import replace
 import pytest
 
 from dualtune.base.errors import ConfigError
+from dualtune.config import load_config
+from dualtune.config.render import example_path
+from dualtune.doctor.check_config import plan_config
 from dualtune.doctor.check_gpu import judge
+from dualtune.engine.choose import choose
 from dualtune.engine.machine import GIB, Surroundings, budget
 from dualtune.engine.machines import MACHINES, named
 
@@ -116,6 +120,18 @@ def test_a_machine_gets_its_verdict_config_and_largest_model(name, label, code, 
     assert (report.largest.name, report.largest.max_length) == (model, length)
 
 
+def test_a_plan_for_another_machine_does_not_look_at_the_packages_of_this_one(monkeypatch):
+    def looks(package):
+        raise AssertionError(f"looked for {package} here")
+
+    monkeypatch.setattr("dualtune.engine.memory.estimate._is_installed", looks)
+    config = load_config(example_path(CPU), ["model.name=HuggingFaceTB/SmolLM2-135M"])
+    for name, platform in (("cpu-16", "cpu"), ("m4-16", "mlx"), ("h100-80", "cuda"), ("h100-80", "cpu")):
+        machine = named(name)
+        assert judge(machine).largest is not None
+        assert plan_config(config, machine, choose(platform, machine)).estimate["weights"] > 0
+
+
 def test_every_machine_is_in_the_table():
     assert {row[0] for row in PLAIN} == MACHINES.keys()
 
@@ -142,7 +158,7 @@ def test_the_largest_model_fits_and_the_next_longer_document_does_not():
         machine = named(name)
         largest, have = judge(machine).largest, budget(machine).bytes
         decoder = decoder_of(KNOWN[largest.name])
-        longer = qlora(machine.kind, largest.max_length + 256)
+        longer = qlora(machine, largest.max_length + 256)
         assert largest.estimate.total_bytes <= have < estimate(decoder, longer).total_bytes
 
 

@@ -43,7 +43,7 @@ CARD = Card(
         framework="torch",
         extra="torch",
         recorded=("torch", "bitsandbytes", "accelerate"),
-        detected=("torch", "bitsandbytes", "transformers", "peft"),
+        detected=("torch", "triton", "bitsandbytes", "transformers", "peft"),
     ),
     memory=MemoryFormulas(memory.parts, count="dualtune_torch.counting:count", counted_parts=counted.parts),
     costs=COSTS,

@@ -126,15 +126,15 @@ def set_options(settings: Mapping[str, str | int]) -> list[str]:
 
 def plan_of(
     config: Config, decoder: Shape, backend: str, device: str, has: Budget, evaluated: Config | None = None,
-    teacher: MemoryPart | None = None,
+    teacher: MemoryPart | None = None, packages: frozenset[str] | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """Plan the run of a config. ConfigError as for `ask_of`, or if the model has fewer layers than it recomputes.
 
     `evaluated`: the config with the micro-batches of the evaluation, which may be larger than those of the steps, but
     keep nothing for a backward pass. The plan is that of whichever needs more. `teacher`: the weights of another model
-    that is loaded beside.
+    that is loaded beside. `packages`: those of the machine, if it is not this one.
     """
-    ask = replace(ask_of(config, decoder, backend, device), teacher=teacher)
+    ask = replace(ask_of(config, decoder, backend, device), teacher=teacher, packages=packages)
     ask.checkpointing.num_recomputed(decoder.layers)
     plan = make_plan(decoder, ask, has, auto=config.memory.checkpointing == "auto")
     if evaluated is not None:
@@ -148,7 +148,7 @@ def plan_of(
         )
         parts = estimate(decoder, larger).parts
         if sum(part.bytes for part in parts if part.name != "activations") > plan.estimate.total_bytes:
-            return plan_of(evaluated, decoder, backend, device, has, teacher=teacher)
+            return plan_of(evaluated, decoder, backend, device, has, teacher=teacher, packages=packages)
     return plan
 
 
