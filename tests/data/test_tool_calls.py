@@ -182,6 +182,9 @@ def test_ids_that_a_template_takes_stay(with_template):
     assert "<tool_call call_77>" in text
 
 
+SAID = {"role": "assistant", "content": '<tool_call>\n{"name": "add"}\n</tool_call>'}
+FRAMED = "{{ '<tool_response>\\n' ~ m.content ~ '\\n</tool_response>' if m.role == 'tool' else m.content }}"
+
 # --- calls as text ---------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +198,28 @@ def test_a_call_in_the_content_may_be_answered_in_any_notation(with_template, te
     tokenizer = with_template(HERMES)
     assert "<|im_start|>tool\nfour<|im_end|>\n" in tokenizer.render(found.messages)
     assert learned(tokenizer, found) == f"{text}<|im_end|>4.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "content", ["four", "<tool_response>\nfour\n</tool_response>", " <tool_response>four</tool_response>\n"]
+)
+@pytest.mark.parametrize("turn", [calls(call({"a": 2})), SAID])
+def test_a_result_that_is_framed_already_is_framed_once(with_template, content, turn):
+    """As the data sets of Hermes have them. A template that writes no frame leaves that of the row."""
+    found = example(ASK, turn, {"role": "tool", "content": content}, SAY)
+    framed = HERMES.replace("{{ m.content }}", FRAMED)
+    assert (
+        "tool\n<tool_response>\nfour\n</tool_response><|im_end|>"
+        in render_example(found, with_template(framed), "assistant").text
+    )
+    assert f"tool\n{content}<|im_end|>" in render_example(found, with_template(HERMES), "assistant").text
+
+
+def test_several_framed_results_in_one_message_stay_apart(with_template):
+    content = "<tool_response>\nfour\n</tool_response>\n<tool_response>\nfive\n</tool_response>"
+    found = example(ASK, calls(call({"a": 2})), {"role": "tool", "content": content}, SAY)
+    framed = with_template(HERMES.replace("{{ m.content }}", FRAMED))
+    assert f"tool\n{content}<|im_end|>" in framed.render(found.messages)
 
 
 def test_a_template_that_does_not_write_the_result_is_refused(with_template):

@@ -121,6 +121,7 @@ class CallForm:
     content: Literal[""] | None = ""  # beside calls, if nothing is said
     ids: Literal["any", "nine"] = "any"  # nine: nine letters and digits
     needs_ids: bool = False  # a call without one is refused, or leaves a gap in the text
+    frames_results: bool = False  # results stand between <tool_response> tags, which those of a row may have already
     writes_calls: bool = False  # False: no form was found in which the template writes a call
 
     def applied(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -130,6 +131,8 @@ class CallForm:
         open_ids: list[Any] = []  # of the calls that no result has named yet
         number = 0
         for message in messages:
+            if self.frames_results and message.get("role") == "tool":
+                message = {**message, "content": _without_frame(message.get("content"))}
             if calls := cast("list[Turn]", message.get("tool_calls")):
                 calls = [self._call(call, number + i) for i, call in enumerate(calls)]
                 for old, new in zip(message["tool_calls"], calls, strict=True):
@@ -174,6 +177,18 @@ class CallForm:
         return message if id is None else {**message, "tool_call_id": id}
 
 
+# As the data sets of Hermes have results. Several in one message keep the tags between them.
+_FRAMED = re.compile(r"\s*<tool_response>\s*(.*?)\s*</tool_response>\s*", re.DOTALL)
+
+
+_FRAMED_PIECE = re.compile(r"<tool_response>[^<]*</tool_response>")
+
+
+def _without_frame(content: Any) -> Any:
+    framed = _FRAMED.fullmatch(content) if isinstance(content, str) else None
+    return framed[1] if framed else content
+
+
 _FORMS = [
     CallForm(arguments, content, ids, writes_calls=True)
     for arguments in ("object", "text")
@@ -192,7 +207,8 @@ def call_form(render: Render) -> CallForm:
                 continue
             blank = probe.rendered(replace(form, content="")) or text
             if text.count("None") == blank.count("None"):  # no null as Python writes it
-                return replace(form, needs_ids=probe.needs_ids(form, text))
+                frames = any(_without_frame(piece) == "probe_result" for piece in _FRAMED_PIECE.findall(text))
+                return replace(form, needs_ids=probe.needs_ids(form, text), frames_results=frames)
     return CallForm()
 
 
