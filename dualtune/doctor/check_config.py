@@ -15,6 +15,7 @@ from dualtune.config import Config, load_config
 from dualtune.config.combinations import PREFERENCE_KEYS
 from dualtune.config.rates import far_rate, usual_rate
 from dualtune.config.schema import AdapterConfig
+from dualtune.config.values import POLICY_OBJECTIVES
 from dualtune.doctor.check_config_data import (
     SourceSample,
     check_sources,
@@ -55,6 +56,9 @@ from dualtune.train.memory import as_teacher, weights_of_teacher
 from dualtune.train.objectives.comparison import configured_objective
 from dualtune.train.policies import policy_of
 from dualtune.train.prepare import start_of, state_of_start, with_adapter_of
+from dualtune.train.rl.environments import check_unrun as check_environment
+from dualtune.train.rl.package_environments import package_of
+from dualtune.train.rl.rewards import check_unrun as check_reward
 from dualtune.train.saver import check_space
 from dualtune.train.state.run_dir import RunDir, check_usable, is_run_dir, path_of
 
@@ -156,7 +160,7 @@ def check_config(
     report = ConfigReport(
         [Check("schema", "ok", "every key and value is allowed"), *adapter_rows(config.adapter), *start]
     )
-    report.checks += [*rate_rows(config), *_installed_rows(config)]
+    report.checks += [*rate_rows(config), *_installed_rows(config), *_reward_rows(config)]
     # A GPU is loaded only where it is this machine's and the rows so far found it in order.
     choice = _choice(platform, machine, report)
     if choice is not None:
@@ -259,12 +263,27 @@ def _installed_rows(config: Config) -> Iterator[Check]:
         yield _installed_row("objective", config.train.objective, lambda: configured_objective(config))
 
 
-def _installed_row(name: str, value: str, find: Callable[[], object]) -> Check:
+def _reward_rows(config: Config) -> Iterator[Check]:
+    """Check that what judges and replies is there. Nothing of it is run: a file may do anything."""
+    if config.train.objective not in POLICY_OBJECTIVES:
+        return
+    rewards, environment = config.rollouts.rewards, config.rollouts.environment
+    if rewards:
+        yield _there_row("rewards", ", ".join(rewards), lambda: [check_reward(name) for name in rewards])
+    if environment is not None and package_of(environment) is None:
+        yield _there_row("environment", environment, lambda: check_environment(environment))
+
+
+def _there_row(name: str, value: str, check: Callable[[], object]) -> Check:
     try:
-        find()
-    except ConfigError as error:
+        check()
+    except DualtuneError as error:
         return failure(name, error)
-    return Check(name, "ok", f"{value} is installed")
+    return Check(name, "ok", value)
+
+
+def _installed_row(name: str, value: str, find: Callable[[], object]) -> Check:
+    return _there_row(name, f"{value} is installed", find)
 
 
 def _advice(adapter: AdapterConfig) -> Iterator[tuple[str, str]]:

@@ -67,6 +67,15 @@ def test_a_run_without_an_adapter_is_called_that(dualtune_main, tmp_path):
     result = dualtune_main("adapter", "inspect", tmp_path / "run")
     assert (result.returncode, result.stderr.count("\n")) == (6, 1)
     assert "is a run directory without an adapter: the adapter is written at the end of the run" in result.stderr
+    assert f"`dualtune train {tmp_path / 'run' / 'config.yaml'}`" in result.stderr
+
+
+def test_a_checkpoint_is_called_that(dualtune_main, run):
+    _, directory = run
+    checkpoint = max((directory / "checkpoints").iterdir())
+    result = dualtune_main("adapter", "inspect", checkpoint)
+    assert (result.returncode, result.stderr.count("\n")) == (6, 1)
+    assert f"is a checkpoint, not an adapter: `dualtune train {directory / 'config.yaml'}`" in result.stderr
 
 
 # --- random weights --------------------------------------------------------------------------------------------------

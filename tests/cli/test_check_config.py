@@ -40,6 +40,36 @@ def test_json_has_the_rows_and_the_parts_with_their_formulas(dualtune_main, conf
     assert all(part["formula"] for part in memory["parts"])
 
 
+JUDGES = """
+raise SystemExit("a check runs nothing")
+def judge(completion): ...
+class Game: ...
+"""
+
+
+@pytest.mark.parametrize(("key", "value", "fault"), [
+    ("rewards", ["number", "regex:a+", "judges.py:judge"], ""),
+    ("rewards", ["numbers"], "got 'numbers', allowed: exact, "),
+    ("rewards", ["regex:("], "got 'regex:('"),
+    ("rewards", ["number", "judges.py:judges"], "judges.py has no function or class 'judges'"),
+    ("rewards", ["nowhere.py:judge"], "nowhere.py is not a file"),
+    ("rewards", ["sql:nowhere.sql"], "nowhere.sql is not a file"),
+    ("environment", "judges.py:Game", ""),
+    ("environment", "judges.py:Play", "judges.py has no function or class 'Play'"),
+    ("environment", "judges:Game", "got 'judges:Game', allowed: a Python class as FILE.py:CLASS, or verifiers:NAME"),
+])  # fmt: skip
+def test_what_judges_answers_must_be_there_and_is_not_run(
+    dualtune_main, config_file, tmp_path, monkeypatch, key, value, fault
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judges.py").write_text(JUDGES)
+    rewards = {"train.objective": "grpo", "rollouts.samples": 2, f"rollouts.{key}": value}
+    result = dualtune_main("check-config", config_file(rewards), "--platform", "numpy", "--json")
+    rows = {row["name"]: row for row in json.loads(result.stdout)["checks"]}
+    assert (rows[key]["level"], result.returncode) == (("fail", 2) if fault else ("ok", 0))
+    assert fault in rows[key]["found"]
+
+
 @pytest.mark.parametrize(
     ("changes", "args", "code", "row"),
     [

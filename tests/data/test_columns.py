@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 
 from dualtune.base.errors import DataError
 from dualtune.data.chat.examples import Example
@@ -277,11 +278,13 @@ def test_null_leaves_out_a_key_of_any_format_but_not_one_that_its_rows_need():
     ({"answer": "no", "problem": "2+2?", "solution": "4.", "response": {"a": 1}},
      {"prompt": "problem", "completion": "answer"}),
     ({"content": "Once.", "path": "a.txt"}, {"text": "content"}),
+    ({"Question": "2+2?", " Answer ": "4."}, {"prompt": "Question", "completion": " Answer "}),
 ])  # fmt: skip
 def test_the_columns_that_are_likely_meant_are_said_and_can_be_read(row, columns):
-    with pytest.raises(DataError, match=re.escape(", ".join(f"{key}: {name}" for key, name in columns.items()) + "}.")):
+    with pytest.raises(DataError) as error:
         result(row)
-    assert suggested_columns(row) == columns
+    (said_,) = re.findall(r"data\.columns, here likely (\{[^}]*\})\.", str(error.value))
+    assert yaml.safe_load(said_) == suggested_columns(row) == columns
     read(row, columns=columns)
 
 

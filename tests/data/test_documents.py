@@ -263,6 +263,18 @@ def test_train_and_held_out_rows_are_disjoint_and_complete(make_config, write_ro
     assert [example.where for example in examples] == [document.where for document in held_out_]
 
 
+def test_held_out_rows_of_an_array_on_one_line_are_found_again(make_config, qa_rows, chatml, tmp_path):
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(qa_rows))
+    data = Data(make_config(path, {"data.eval": 0.25}))
+    train, held_out_ = data.train_and_eval(chatml)
+    examples = [*data.held_out_examples(held_out_)], [*data.training_examples(held_out_)]
+    assert [len(part) for part in examples] == [4, 12]
+    assert [[example.where for example in part] for part in examples] == [
+        [document.where for document in part] for part in (held_out_, train)
+    ]
+
+
 def test_an_eval_file_is_used_whole(make_config, write_rows, qa_rows, chatml):
     other = write_rows(qa_rows[:3], "eval.jsonl")
     train, held_out_ = Data(make_config(write_rows(qa_rows), {"data.eval": str(other)})).train_and_eval(chatml)

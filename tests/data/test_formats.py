@@ -161,6 +161,17 @@ def test_null_and_blank_are_absent_where_a_key_is_optional(absent):
     assert converted(row | absent) == converted(row)
 
 
+@pytest.mark.parametrize("row", [
+    {"prompt": " ", "completion": "4."}, {"instruction": "", "output": "4."}, {"messages": [user("\n"), SAY]},
+])  # fmt: skip
+def test_an_answer_to_nothing_is_told(row):
+    assert converted(row).notices == {"blank_question"}
+
+
+def test_an_input_without_an_instruction_is_a_question():
+    assert converted({"instruction": "", "input": "2+2?", "output": "4."}).notices == set()
+
+
 def test_lists_and_objects_may_be_given_as_json():
     row = {"messages": [json.dumps(ASK), SAY], "tools": [json.dumps(SCHEMA)]}
     as_text = {key: json.dumps(value) for key, value in row.items()}
@@ -227,6 +238,7 @@ BAD_ROWS = [
     ({"prompt": [ASK], "completion": [user("x")]}, "completion: has no assistant message, so there is "),
     ({"prompt": [ASK], "completion": [tool("x"), SAY]}, "prompt and completion: message 2: a tool message must follow"),
     ({"prompt": [ASK, 7], "completion": [SAY]}, "prompt: message 2: got int, an object is needed"),
+    ({"instruction": "a", "input": "b", "output": None}, "output: is null"),
     ({"instruction": "a", "output": ""}, "output: is blank, so there is nothing to train on"),
     ({"instruction": "a", "input": {"x": 1}, "output": "b"}, "input: got dict, a string is needed"),
     ({"prompt": "a", "context": {"x": 1}, "completion": "b"}, "context: got dict, a string is needed"),

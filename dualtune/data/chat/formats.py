@@ -63,6 +63,7 @@ from dualtune.data.chat.examples import (
     with_conversations,
 )
 from dualtune.data.chat.row_values import (
+    BLANK,
     KEYS_OF_REASONING,
     REASONING,
     SYSTEM_NAMES,
@@ -72,6 +73,7 @@ from dualtune.data.chat.row_values import (
     column_of,
     has_likely_answer,
     has_value,
+    in_yaml,
     left_out,
     listed,
     shown,
@@ -177,8 +179,10 @@ def detect_format(row: RawRow, columns: Columns) -> str:
     has_prompt = FORMATS["prompt"].has_keys(row.fields, columns)
     if has_prompt and not has_likely_answer(row.fields) and named <= set(FORMATS["prompt"].all_keys):
         return "prompt"
+    if not names and (lacking := _formats_of_lacking(row, columns)):
+        return lacking[0]
     formats = "; ".join(f"{name} ({', '.join(format.keys)})" for name, format in FORMATS.items())
-    likely = ", ".join(f"{key}: {column}" for key, column in suggested_columns(row.fields).items())
+    likely = ", ".join(f"{key}: {in_yaml(column)}" for key, column in suggested_columns(row.fields).items())
     raise DataError(
         f"{row.where}: no known format has the keys {listed(row.fields)}. Known: {formats}. Map other names with "
         + (f"data.columns, here likely {{{likely}}}." if likely else _UNTOLD)
@@ -194,6 +198,16 @@ _UNTOLD = (
 
 def _formats_of(row: RawRow, columns: Columns) -> list[str]:
     return [name for name, format in FORMATS.items() if format.is_detected(row.fields, columns)]
+
+
+def _formats_of_lacking(row: RawRow, columns: Columns) -> list[str]:
+    """Return the formats of which a row has all keys and some values: it is a bad row of one of them."""
+    filled = {key: "" if value is None else value for key, value in row.fields.items()}
+
+    def has_value_of(format: Format) -> bool:
+        return any(row.fields.get(format.column(key, row.fields, columns)) is not None for key in format.keys)
+
+    return [name for name in _formats_of(replace(row, fields=filled), columns) if has_value_of(FORMATS[name])]
 
 
 def _check_columns(columns: Columns, name: str | None = None) -> None:
@@ -223,6 +237,8 @@ def _convert(row: RawRow, name: str, columns: Columns, reading: RowReading) -> E
         thoughts = [str(message.extra.get(key, "")) for message in messages for key in KEYS_OF_REASONING]
         read = {place for key, place in places.items() if key != REASONING or key in columns} | without
         kinds = reading.notices | unread(row.fields, read, texts, thoughts, is_plain=example.is_text)
+        if any(message.role == "user" and not message.content.strip() for message in messages):
+            kinds.add(BLANK)
         if name in _PLAIN and (label := _unread_label(row.fields, read)):
             kinds.add(f"{UNREAD_LABEL}: {label}")
         return replace(example, notices=frozenset(kinds)) if kinds else example
@@ -240,9 +256,11 @@ def _unread_label(fields: Mapping[str, Any], read: Collection[str]) -> str:
 
 
 def _lacks(row: RawRow, name: str, key: str) -> str:
+    if key in row.fields:
+        return f"{key}: is null"
     reason = f"has no '{key}'; its keys are: {listed(row.fields)}"
     if likely := suggested_columns(row.fields).get(key):
-        reason += f"; if '{likely}' is meant, set data.columns: {{{key}: {likely}}}"
+        reason += f"; if '{likely}' is meant, set data.columns: {{{key}: {in_yaml(likely)}}}"
     others = _formats_of(row, {})
     if not others or name in others:
         return reason

@@ -27,6 +27,7 @@ from dualtune.data.sources.rows import RowError
 JOINED, KEPT, FOLDED, SCALAR, NO_BOS = "joined_turns", "kept_turns", "folded_system", "scalar_text", "no_bos"
 NULLS, PARSED, ALTERNATING = "dropped_nulls", "parsed_messages", "alternating_texts"
 EQUAL_SCORES, REVERSED_SCORES = "equal_scores", "reversed_scores"
+BLANK = "blank_question"
 UNREAD, INDEX_COLUMN, UNREAD_LABEL = "unread_column", "index_column", "unread_label"  # with the name of the column
 TEXTS = {
     JOINED: "turns of one role in a row are joined with a blank line (data.consecutive)",
@@ -38,6 +39,7 @@ TEXTS = {
     NULLS: "nulls in tool schemas, arguments or results, as tables add them, are left out",
     EQUAL_SCORES: "the scores say that the chosen and the rejected answer are equally good",
     REVERSED_SCORES: "the scores say that the rejected answer is better than the chosen one",
+    BLANK: "a user message is blank, so an answer to nothing is learned; remove the row if a question is missing",
     NO_BOS: "plain text without the tokenizer's BOS token, which the tokenizer names and does not add",
     UNREAD: "the column '{}' is not read; data.columns names columns to read, or remove it",
     UNREAD_LABEL: "the column '{}' may say which answers are good and is not read; data.format: unpaired_preference "
@@ -287,7 +289,9 @@ _LIKELY_TEXTS = ("content", "text", "body", "document", "article", "code", "stor
 
 def suggested_columns(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the `data.columns` with which a row of no known format is likely meant; {} if its names do not tell."""
-    texts = {str(name).lower(): name for name, value in fields.items() if isinstance(value, str) or is_scalar(value)}
+    texts = {
+        str(name).strip().lower(): name for name, value in fields.items() if isinstance(value, str) or is_scalar(value)
+    }
     columns: dict[str, str] = {}
     for key, names in _LIKELY.items():
         column = next((texts[name] for name in names if name in texts and texts[name] not in columns.values()), None)
@@ -297,9 +301,17 @@ def suggested_columns(fields: Mapping[str, Any]) -> dict[str, str]:
     return next(({"text": texts[name]} for name in _LIKELY_TEXTS if name in texts), dict[str, str]())
 
 
+def in_yaml(name: str) -> str:
+    """Return the name of a column as YAML needs it within braces: in quotes, if anything else would change it."""
+    return name if _PLAIN_IN_YAML.fullmatch(name) else json.dumps(name, ensure_ascii=False)
+
+
+_PLAIN_IN_YAML = re.compile(r"[^\W\d][\w.-]*(?: [\w.-]+)*")
+
+
 def has_likely_answer(fields: Mapping[str, Any]) -> bool:
     """Return whether a column has a usual name of an answer, and a value."""
-    return any(str(name).lower() in _LIKELY["completion"] and has_value(fields, name) for name in fields)
+    return any(str(name).strip().lower() in _LIKELY["completion"] and has_value(fields, name) for name in fields)
 
 
 def left_out(columns: Columns) -> set[str]:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -203,11 +203,16 @@ Tell = Callable[[float], None]  # called with the fraction read so far, in [0, 1
 
 
 def read_file(path: Path, tell: Tell) -> Rows:
-    """Yield the rows of a file of a known kind. Raises DataError if it has no rows or cannot be read."""
-    number = 0
+    """Yield the rows of a file of a known kind. Raises DataError if it has no rows or cannot be read.
+
+    A row is known by its line. One that begins on the line of the row before it, as in an array on one line, has the
+    next number.
+    """
+    number = line = 0
     with opened(path) as file:
         for number, row in enumerate(READERS[kind_of(path)](file), start=1):
-            yield row
+            line = max(row.line, line + 1)
+            yield row if row.line == line else replace(row, line=line)
             if number % TELL_ROWS == 0:
                 tell(file.share())
     if not number:

@@ -169,7 +169,16 @@ def _no_adapter(directory: Path, names: list[str]) -> str:
         if (model / "config.json").is_file():
             return f"{model}: is a model, not an adapter: use it in the place of a base model, without an adapter"
     if (directory / "checkpoints").is_dir():
-        return f"{directory}: is a run directory without an adapter: the adapter is written at the end of the run"
+        return (
+            f"{directory}: is a run directory without an adapter: the adapter is written at the end of the run. "
+            f"`dualtune train {directory / 'config.yaml'}` goes on from the newest checkpoint; with --steps of that "
+            "checkpoint's number it ends there"
+        )
+    if "MANIFEST.json" in names:
+        return (
+            f"{directory}: is a checkpoint, not an adapter: `dualtune train {directory.parent.parent / 'config.yaml'}` "
+            "goes on from it, and writes the adapter at the end of the run"
+        )
     if runs := [name for name in sorted(names) if (directory / name / "adapter").is_dir()]:
         return (
             f"{directory}: holds {len(runs)} runs with an adapter. Give one of them, such as {directory / runs[0]}; "

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -32,7 +33,7 @@ from dualtune.engine.backend import Engine
 from dualtune.train.generation.batched import MOST_TOKENS, Completion
 from dualtune.train.generation.caches import ConversationCaches
 from dualtune.train.rl.drawing import Drawing
-from dualtune.train.rl.isolated import Isolated, imported, serve
+from dualtune.train.rl.isolated import Isolated, check_defined, imported, serve
 
 KEY = "rollouts.environment"
 MOST_CHARACTERS = 1 << 22  # of a reply: more takes long to tokenize, and gives too many tokens
@@ -312,10 +313,7 @@ def turns_of(reply: Any) -> list[dict[str, str]] | None:
 
 def environment_of(name: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
     """Return what makes an object of an environment, FILE.py:CLASS. ConfigError if it is not there, or is none."""
-    file, _, made = name.rpartition(":")
-    if not file.endswith(".py") or not made:
-        raise ConfigError(f"{KEY}: got '{name}', allowed: a Python class as FILE.py:CLASS, or verifiers:NAME")
-    factory = imported(KEY, expanded(file), made)
+    factory = imported(KEY, *_file_and_class(name))
     if missing := [part for part in ("reset", "step") if not callable(getattr(factory, part, None))]:
         raise ConfigError(f"{KEY}: {name} has no method {' and no method '.join(missing)}")
     try:
@@ -323,6 +321,18 @@ def environment_of(name: str, arguments: Mapping[str, Any]) -> Callable[[], Any]
     except TypeError as error:
         raise ConfigError(f"{KEY}_args: {name} does not take them: {error}") from error
     return partial(factory, **arguments)
+
+
+def check_unrun(name: str) -> None:
+    """Raise ConfigError as `environment_of`, as far as can be said without running the file."""
+    check_defined(KEY, *_file_and_class(name))
+
+
+def _file_and_class(name: str) -> tuple[Path, str]:
+    file, _, made = name.rpartition(":")
+    if not file.endswith(".py") or not made:
+        raise ConfigError(f"{KEY}: got '{name}', allowed: a Python class as FILE.py:CLASS, or verifiers:NAME")
+    return expanded(file), made
 
 
 if __name__ == "__main__":

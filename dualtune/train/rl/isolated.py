@@ -6,6 +6,7 @@ takes too long, costs the request, and is started again with the next one.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import inspect
@@ -142,7 +143,7 @@ def imported(key: str, path: Path, name: str) -> Any:
     """Return what a Python file calls `name`. ConfigError, which begins with the key, if there is no such thing."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigError(f"{key}: {path} is not a file. Write the path of a Python file, then :NAME")
+        raise ConfigError(f"{key}: {path} {_NO_FILE}")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))  # what lies beside it can be imported, as when it is run
     try:
@@ -153,6 +154,24 @@ def imported(key: str, path: Path, name: str) -> Any:
     if not callable(named):
         raise ConfigError(f"{key}: {path} has no function or class '{name}'")
     return named
+
+
+def check_defined(key: str, path: Path, name: str) -> None:
+    """Raise ConfigError as `imported`, as far as the text of the file tells: nothing in it is run."""
+    if not path.is_file():
+        raise ConfigError(f"{key}: {path} {_NO_FILE}")
+    try:
+        parts = [*ast.walk(ast.parse(path.read_bytes()))]
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    defined = {part.name for part in parts if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    defined |= {part.id for part in parts if isinstance(part, ast.Name)}
+    defined |= {part.asname or part.name for part in parts if isinstance(part, ast.alias)}
+    if not {name, "*"} & defined:
+        raise ConfigError(f"{key}: {path} has no function or class '{name}'")
+
+
+_NO_FILE = "is not a file. Write the path of a Python file, then :NAME"
 
 
 class Named:

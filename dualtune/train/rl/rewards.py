@@ -16,13 +16,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
 
 from dualtune.base.errors import ConfigError
 from dualtune.base.files import expanded
-from dualtune.train.rl.isolated import Isolated, Named, imported, serve
+from dualtune.train.rl.isolated import Isolated, Named, check_defined, imported, serve
 from dualtune.train.rl.sql import SqlJudge
 
 KEY = "rollouts.rewards"
@@ -137,11 +138,27 @@ def resolved(name: str) -> Reward | UserReward:
             return WITH_ARGUMENT[kind](argument)
         except (ValueError, re.error, OSError, sqlite3.Error) as error:
             raise ConfigError(f"{KEY}: got '{name}': {error}") from error
+    return UserReward(name, imported(KEY, *_file_and_function(name)))
+
+
+def check_unrun(name: str) -> None:
+    """Raise ConfigError as `resolved`, as far as can be said without running a file of the user."""
+    kind, _, argument = name.partition(":")
+    if kind == "sql":
+        if not expanded(argument).is_file():
+            raise ConfigError(f"{KEY}: got '{name}': {argument} is not a file. Write the path of an SQL script")
+    elif name in BUILT_IN or kind in WITH_ARGUMENT:
+        resolved(name)
+    else:
+        check_defined(KEY, *_file_and_function(name))
+
+
+def _file_and_function(name: str) -> tuple[Path, str]:
     file, _, function = name.rpartition(":")
     if not file.endswith(".py") or not function:
         own = ", ".join([*BUILT_IN, "regex:PATTERN", "brief:CHARACTERS", "sql:SCRIPT"])
         raise ConfigError(f"{KEY}: got '{name}', allowed: {own}, or a Python function as FILE.py:FUNCTION")
-    return UserReward(name, imported(KEY, expanded(file), function))
+    return expanded(file), function
 
 
 class UserReward:
