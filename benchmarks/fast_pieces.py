@@ -3,7 +3,8 @@
     python benchmarks/fast_pieces.py [--shape llama-19m] [--threads 1] [--rounds 8] [VARIANT …]
 
 A variant is a list of settings, such as `kernels=reference`, `dropout=0.05`, `method=dora`, `dtype=float32`,
-`block=128` (queries of attention) or `rows=512` (of a chunk of the loss). The others are compared with the first one.
+`block=128` (queries of attention), `rows=512` (of a chunk of the loss), or `products=torch` and `products=onednn` (by
+whom, whatever the CPU has). The others are compared with the first one.
 Every variant is a separate engine on the same documents; each round takes a step of every variant, forth and back.
 Seconds are those of whole steps. The profile is that of the first variant. Writes results/fast_pieces.json.
 """
@@ -30,7 +31,7 @@ from dualtune.data.documents import Documents, in_memory
 from dualtune.engine.backend import Backend, Batch, LoadRequest, get_backend
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.optimizer import OptimizerSpec
-from dualtune_torch.kernels import attention, cross_entropy
+from dualtune_torch.kernels import attention, cross_entropy, products
 
 VARIANTS = (
     "", "kernels=reference", "dropout=0.05", "dtype=float32",
@@ -38,6 +39,12 @@ VARIANTS = (
 )  # fmt: skip
 LENGTHS = (100, 330)  # of the documents, in tokens, about those of GSM8K
 NUM_DOCUMENTS = 8
+# What `products` asks of the CPU: whether it has 16 bits, whether oneDNN is faster, whether it has AVX-512.
+PRODUCTS: dict[str, tuple[Any, Any, Any]] = {
+    "auto": (products.is_native, products.is_faster, products.has_avx512),
+    "torch": (lambda dtype: True, lambda: False, lambda: False),
+    "onednn": (products.is_native, lambda: True, lambda: True),
+}
 
 
 def main() -> None:
@@ -50,7 +57,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     parts = record.runs("fast_pieces", "parts")
     with tempfile.TemporaryDirectory() as folder:
-        parts[f"{args.shape}, {args.threads} threads"] = record.origin() | measure(args, Path(folder))
+        units = "" if products.has_avx512() else ", without AVX-512"
+        parts[f"{args.shape}, {args.threads} threads{units}"] = record.origin() | measure(args, Path(folder))
     print(json.dumps(parts, indent=2), record.write("fast_pieces", {"parts": parts}), sep="\n")
 
 
@@ -98,7 +106,7 @@ def stepper(backend: Backend, model: Path, batches: list[Any], variant: str) -> 
         int(given.pop("rows", cross_entropy.LOSS_ROWS["cpu"])),
     )
     dtype, kernels, dropout = given.pop("dtype", "bfloat16"), given.pop("kernels", "auto"), given.pop("dropout", "0")
-    method = given.pop("method", "lora")
+    method, library = given.pop("method", "lora"), given.pop("products", "auto")
     if given:
         raise SystemExit(f"variant {variant!r}: unknown settings: {', '.join(given)}")
     defaults = AdapterConfig()
@@ -108,6 +116,7 @@ def stepper(backend: Backend, model: Path, batches: list[Any], variant: str) -> 
 
     def step() -> float:
         attention.ATTENTION_BLOCK, cross_entropy.LOSS_ROWS["cpu"] = block, rows
+        products.is_native, products.is_faster, products.has_avx512 = PRODUCTS[library]
         began = time.perf_counter()
         for batch in batches:
             engine.forward_backward(batch, divisor=num_targets)

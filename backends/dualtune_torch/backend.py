@@ -25,6 +25,7 @@ from dualtune_torch.host.transfers import counted_waits
 from dualtune_torch.kernels import allocator
 from dualtune_torch.kernels.attention import attention_works
 from dualtune_torch.kernels.lora_backward import lora_backward, time_lora_backward
+from dualtune_torch.kernels.products import write_product
 from dualtune_torch.model import DTYPES, load_base, with_own_modules
 from dualtune_torch.profile import peak_of, profile
 from dualtune_torch.sharding import Shards
@@ -126,7 +127,7 @@ class TorchBackend:
         a, b, c = (torch.randn(size, size, device=self.device).to(DTYPES[dtype]) for _ in range(3))
 
         def product() -> None:
-            torch.mm(a, b, out=c)
+            write_product(c, a, b)
             self.synchronize()
 
         return product

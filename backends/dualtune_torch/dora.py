@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.methods.dora import LEAST_NORM, LEAST_SHARE
+from dualtune_torch.kernels.products import product
 from dualtune_torch.lora import LoRALinear
 from dualtune_torch.methods import DropoutSeeds
 from dualtune_torch.weights.frozen import FrozenLinear, shape_of, weight_of
@@ -62,7 +63,7 @@ class DoRALinear(LoRALinear):
 
     def _norms_of_sum(self, weight_OI: Tensor) -> Tensor:
         (A_rI, B_Or), s = self.factors(), self.scale
-        product_Or = (weight_OI @ A_rI.T.to(weight_OI.dtype)).float()
+        product_Or = product(weight_OI, A_rI.T.to(weight_OI.dtype)).float()
         change_O = (B_Or * (2 * s * product_Or + s**2 * (B_Or @ (A_rI @ A_rI.T)))).sum(1)
         return (self.squares_O + change_O).maximum(LEAST_SHARE * self.squares_O).sqrt_().clamp_min_(LEAST_NORM)
 

@@ -66,7 +66,7 @@ from dualtune_torch.kernels.attention import DocumentBorders, GatheredKeys
 from dualtune_torch.kernels.choose import choose, own_attention, trial_run
 from dualtune_torch.kernels.graphs import MicroStepGraphs, check_offload, check_recordable
 from dualtune_torch.kernels.lora import add_groups, forget_outputs
-from dualtune_torch.kernels.products import ProductsOfFewRows
+from dualtune_torch.kernels.products import ProductsOfFewRows, widen_layers
 from dualtune_torch.kernels.trial import document_masks, needs_masks
 from dualtune_torch.losses import by_rows, loss_sum, target_logprobs, top_of_logits
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds, adaptable_layers, add_layers, storage
@@ -124,6 +124,8 @@ class TorchEngine:
         # Kernels are tried with an adapter that has its start. Full fine-tuning has its masters from the base already.
         if not self._is_full:
             self.load_adapter_state(self._initial(request.adapter))
+        if request.kernels != "reference":
+            widen_layers(model)
         # Documents are separated before kernels are tried, because the trials read packed rows.
         self._separate = SeparateDocuments(model, self._dropout_seeds)
         largest_kept = _largest_kept(model, request, description)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dualtune.base.errors import ConfigError
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.dropout import MIX1, MIX2, SHIFT, channel_keys, check_tokens, threshold
+from dualtune_torch.kernels.products import add_product, write_product
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds
 from dualtune_torch.weights.frozen import FrozenLinear, as_stored, shape_of, weight_of
 
@@ -138,22 +139,9 @@ class LoRAPieces:
     back_g: Callable[..., None] | None = None
 
 
-def add_product(total_IO: Tensor, a_IK: Tensor, b_KO: Tensor, factor: float = 1.0) -> None:
-    """total += factor · a b: one kernel on a GPU, where the sum in the total's float32 is rounded once.
-
-    On a CPU, products of 16-bit numbers are rounded to 16 bits before they are added.
-    """
-    if a_IK.dtype == total_IO.dtype:
-        total_IO.addmm_(a_IK, b_KO, alpha=factor)
-    elif total_IO.is_cuda:
-        torch.addmm(total_IO, a_IK, b_KO, out_dtype=total_IO.dtype, alpha=factor, out=total_IO)
-    else:
-        total_IO.add_(a_IK @ b_KO, alpha=factor)
-
-
 def back_g(g_MO: Tensor, B_Or: Tensor, u_Mr: Tensor, scale: float, v_Mr: Tensor, dB_Or: Tensor) -> None:
     """Write v = s · g B, and add s · gᵀ u to dB."""
-    v_Mr.addmm_(g_MO, B_Or, beta=0, alpha=scale)
+    write_product(v_Mr, g_MO, B_Or, scale)
     add_product(dB_Or, g_MO.T, u_Mr, scale)
 
 

@@ -9,13 +9,13 @@ import math
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dualtune.model.adapter import AdapterSpec
 from dualtune.model.merge_rounding import ROUNDINGS, Rounding, check_plain, pieces
 from dualtune_torch.dora import DoRALinear
 from dualtune_torch.experts import ExpertLoRA
+from dualtune_torch.kernels.products import linear
 from dualtune_torch.lora import LoRALinear
 from dualtune_torch.methods import AdaptedLayer, DropoutSeeds
 from dualtune_torch.mixture import Projection
@@ -75,7 +75,7 @@ class MergedLoRALinear(Rounded, LoRALinear):
         if not self.computes_merged:
             return super().forward(x_BTI)
         # Autograd would keep a merge for the backward pass; of a base that moves it is made again there.
-        y_BTO = product(x_BTI, self) if self.moves else F.linear(x_BTI, self.rounded_once(x_BTI.dtype), self.bias)
+        y_BTO = product(x_BTI, self) if self.moves else linear(x_BTI, self.rounded_once(x_BTI.dtype), self.bias)
         if not self.dropout_seeds.is_evaluated:
             # Added and taken away: its value is in the merge, its gradient that of what is trained.
             own_BTO = self.unrounded(x_BTI.detach())
@@ -103,7 +103,7 @@ class MergedLoRALinear(Rounded, LoRALinear):
 
 class MergedDoRALinear(MergedLoRALinear, DoRALinear):
     def unrounded(self, x_BTI: Tensor) -> Tensor:
-        return self.scaled(F.linear(x_BTI, weight_of(self.base, x_BTI.dtype)) + self.update(x_BTI))
+        return self.scaled(linear(x_BTI, weight_of(self.base, x_BTI.dtype)) + self.update(x_BTI))
 
     def change(self, x_BTI: Tensor) -> Tensor:
         return self.scaled(self.update(x_BTI))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dualtune.model.experts import DOWN, GATE, UP
+from dualtune_torch.kernels.products import write_product
 from dualtune_torch.weights.stacks import PackedStack, by_group, groups
 
 ALIGNMENT = 16  # bytes: torch's grouped product takes rows that begin there
@@ -191,7 +192,7 @@ class _OneByOne(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dW_EOI = torch.zeros_like(weights_EOI)
             for number, rows in groups(ctx.ends):
-                torch.mm(g_SO[rows].T, x_SI[rows], out=dW_EOI[number])
+                write_product(dW_EOI[number], g_SO[rows].T, x_SI[rows])
         return dx_SI, dW_EOI, None
 
 

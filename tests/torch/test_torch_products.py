@@ -1,4 +1,5 @@
-"""Products by oneDNN: where they are taken, and that they are MKL's but for rounding, in training as in generation."""
+"""Products on a CPU: where oneDNN's are taken, that they are MKL's but for rounding, in training as in generation, and
+that 16 bits which the CPU does not multiply are widened."""
 
 import numpy as np
 import pytest
@@ -7,7 +8,10 @@ torch = pytest.importorskip("torch")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from dualtune.engine.backend import LoadRequest, get_backend  # noqa: E402
+from dualtune.engine.testing.tiny_models import random_batch, write_tiny_llama  # noqa: E402
 from dualtune.model.adapter import AdapterSpec  # noqa: E402
+from dualtune.model.optimizer import OptimizerSpec  # noqa: E402
 from dualtune_torch.adapter import adapter_buffer  # noqa: E402
 from dualtune_torch.kernels import products  # noqa: E402
 from dualtune_torch.kernels.cross_entropy import LinearCrossEntropy, Scaling, reference, target_logprobs  # noqa: E402
@@ -16,6 +20,7 @@ from dualtune_torch.lora import LoRALinear  # noqa: E402
 from dualtune_torch.methods import DropoutSeeds  # noqa: E402
 
 ROWS, IN, OUT = 128, 256, 512  # of one product: as many multiplications as LEAST
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CLOSE = 1e-5  # of the largest number
 
 pytestmark = pytest.mark.skipif(
@@ -27,12 +32,23 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(params=[True, False], ids=["onednn", "mkl"])
 def is_faster(request, monkeypatch) -> bool:
     monkeypatch.setattr(products, "is_faster", lambda: request.param)
+    monkeypatch.setattr(products, "has_avx512", lambda: True)
     return request.param
 
 
 @pytest.fixture
 def on_amd(monkeypatch):
     monkeypatch.setattr(products, "is_faster", lambda: True)
+    monkeypatch.setattr(products, "has_avx512", lambda: True)
+    monkeypatch.setattr(products, "is_native", lambda dtype: True)
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def widened(request, monkeypatch):
+    """A dtype that this CPU does not multiply, and blocks of a few rows."""
+    monkeypatch.setattr(products, "is_native", lambda dtype: False)
+    monkeypatch.setattr(products, "WIDENED_AT_ONCE", 7 * IN)
+    return request.param
 
 
 def randn(*shape, seed=0, **how):
@@ -124,6 +140,16 @@ def test_only_amd_s_processors_take_it(monkeypatch):
     assert found == {True: torch.backends.mkl.is_available(), False: False}
 
 
+def test_without_avx_512_it_takes_the_output_head_s_product_alone(on_amd, monkeypatch):
+    monkeypatch.setattr(products, "has_avx512", lambda: False)
+    monkeypatch.setattr(products, "LEAST_OUTPUTS", 4 * OUT)
+    layer, head = randn(OUT, IN), randn(4 * OUT, IN)
+    x, g, g_head = randn(ROWS, IN), randn(ROWS, OUT), randn(ROWS, 4 * OUT)
+    with torch.no_grad():
+        assert count(lambda: (products.linear(x, layer), products.times(g, layer))) == 0
+        assert count(lambda: products.linear(x, head)) == 1 and count(lambda: products.times(g_head, head)) == 0
+
+
 def test_where_it_is_not_faster_generation_computes_as_training(is_faster):
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
     assert products.ProductsOfFewRows(model).layers == ([model[0]] if is_faster else [])
@@ -192,3 +218,102 @@ def test_the_loss_takes_three_products_of_the_head(is_faster, K):
     expected.backward()
     assert gap(kept[0], expected) < CLOSE and gap(hidden.grad, plain.grad) < CLOSE
     assert gap(-kept[1].sum(), expected) < CLOSE
+
+
+# --- 16 bits, widened -------------------------------------------------------------------------------------------------
+
+
+def wide(function, *tensors):
+    """What float32 computes of the same numbers, rounded to their dtype."""
+    return function(*(tensor.float() for tensor in tensors)).to(tensors[0].dtype)
+
+
+@torch.no_grad()
+def test_widened_products_are_those_of_float32_rounded_once(widened):
+    ulp = torch.finfo(widened).eps
+    x, g, weight = (randn(*shape, dtype=widened) for shape in ((ROWS, IN), (ROWS, OUT), (OUT, IN)))
+    bias, total = randn(OUT, dtype=widened), randn(ROWS, IN, dtype=widened)
+    batch_a, batch_b = randn(3, 8, 16, dtype=widened), randn(3, 16, 8, dtype=widened)
+    for result, expected in (
+        (products.linear(x, weight, bias), wide(torch.nn.functional.linear, x, weight, bias)),
+        (products.linear(x.view(2, -1, IN), weight)[1], wide(torch.nn.functional.linear, x, weight)[ROWS // 2 :]),
+        (products.times(g, weight), wide(torch.matmul, g, weight)),
+        (products.product(batch_a, batch_b), wide(torch.matmul, batch_a, batch_b)),
+        (products.add_product(total.clone(), g, weight, 0.5), wide(lambda t, a, b: t + a @ b / 2, total, g, weight)),
+    ):
+        assert result.dtype == widened and gap(result.float(), expected.float()) <= ulp
+    out = torch.empty_like(total)
+    products.write_product(out, g, weight, 2.0)
+    assert gap(out.float(), wide(lambda a, b: 2 * a @ b, g, weight).float()) <= ulp
+    in_float32 = products.add_product(torch.zeros(ROWS, IN), g, weight)
+    assert gap(in_float32, g.float() @ weight.float()) < 1e-6  # of a total in float32, not rounded
+
+
+@torch.no_grad()
+def test_the_rows_of_a_generated_token_are_not_widened(widened):
+    x, weight = randn(products.UNWIDENED_ROWS + 1, IN, dtype=widened), randn(OUT, IN, dtype=widened)
+    for rows, number in ((x[:-1], 1), (x, 0)):
+        with Narrow() as narrow:
+            products.linear(rows, weight)
+        assert len(narrow.products) == number
+
+
+@torch.no_grad()
+def test_what_the_cpu_multiplies_is_not_widened(monkeypatch):
+    monkeypatch.setattr(products, "is_native", lambda dtype: True)
+    monkeypatch.setattr(products, "_widened", None)
+    x, weight = randn(ROWS, IN, dtype=torch.bfloat16), randn(OUT, IN, dtype=torch.bfloat16)
+    assert torch.equal(products.linear(x, weight), torch.nn.functional.linear(x, weight))
+    assert torch.equal(products.times(x, weight.T), x @ weight.T)
+
+
+def test_plain_layers_are_widened_with_their_gradients(widened):
+    """Those of a model that is trained as a whole, too."""
+    model = torch.nn.Sequential(torch.nn.Linear(IN, OUT), torch.nn.Linear(OUT, 8, bias=False)).to(widened)
+    x = randn(2, ROWS // 2, IN, dtype=widened).requires_grad_()
+    plain = [tensor.detach().float().requires_grad_() for tensor in (x, *model.parameters())]
+    expected = torch.nn.functional.linear(torch.nn.functional.linear(*plain[:3]), plain[3])
+    expected.sum().backward()
+    products.widen_layers(model)
+    y = model(x)
+    y.sum().backward()
+    ulp = torch.finfo(widened).eps
+    assert y.dtype == widened and gap(y.float(), expected) <= 4 * ulp
+    for tensor, as_float32 in zip((x, *model.parameters()), plain, strict=True):
+        assert tensor.grad.dtype == widened and gap(tensor.grad.float(), as_float32.grad) <= 4 * ulp
+
+
+class Narrow(TorchDispatchMode):
+    """The products with factors in 16 bits, with the shapes of these."""
+
+    names = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")
+
+    def __init__(self):
+        super().__init__()
+        self.products = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        tensors = [x for x in args if torch.is_tensor(x)]
+        if function._schema.name in self.names and any(x.dtype in products.SUPPORT for x in tensors):
+            self.products.append([function._schema.name, *(tuple(x.shape) for x in tensors)])
+        return function(*args, **(kwargs or {}))
+
+
+METHODS = {"lora": {}, "dora": {"method": "dora"}, "full": {"method": "full"}, "some layers": {"targets": ("q_proj",)}}
+
+
+@pytest.mark.parametrize(("name", "kernels"), [*((name, "auto") for name in METHODS), ("lora", "reference")])
+def test_a_step_in_bfloat16_multiplies_nothing_in_16_bits(name, kernels, tmp_path, monkeypatch):
+    """With `reference`, torch multiplies as it does."""
+    monkeypatch.setattr(products, "is_native", lambda dtype: False)
+    path = write_tiny_llama(tmp_path / "model")
+    adapter = AdapterSpec(**{"rank": 4, "alpha": 8.0, "dropout": 0.1, "targets": TARGETS} | METHODS[name])
+    request = LoadRequest(path, "bfloat16", "none", "random", adapter, OptimizerSpec(), seed=1, kernels=kernels)
+    engine, batch = get_backend("torch", "cpu").load(request), random_batch([9, 16, 5], 96)
+    engine.forward_backward(batch, divisor=batch.num_targets)
+    narrow = Narrow()
+    with narrow:
+        engine.forward_backward(batch, divisor=batch.num_targets)
+        engine.optim_step(lr=1e-3, max_grad_norm=1.0)
+        engine.evaluate(batch)
+    assert (narrow.products == []) == (kernels == "auto"), narrow.products

@@ -31,6 +31,7 @@ from dualtune.engine.documents import Branch
 from dualtune_torch.card.checks import RAGGED_TORCH
 from dualtune_torch.card.memory import ATTENTION_BLOCK
 from dualtune_torch.kernels import compiled
+from dualtune_torch.kernels.products import is_widened, product
 
 NAME = "dualtune"  # of the implementation, in transformers' registry
 GRANULE = 16  # tokens: CPU libraries compile a matrix product per shape, so lengths are rounded up to repeat
@@ -310,6 +311,9 @@ class DocumentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout_BTHd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT = ctx.saved_tensors
+        dtype = q_BHTd.dtype
+        if is_widened(q_BHTd):
+            q_BHTd, k_BGTd, v_BGTd, dout_BTHd = (x.float() for x in (q_BHTd, k_BGTd, v_BGTd, dout_BTHd))
         spans, scale, window, cap, maybe_compile = ctx.rest
         (_, H, T, d), G = q_BHTd.shape, k_BGTd.shape[1]
         longest = max((branch.shared for *_, branch in spans if branch), default=0) + T
@@ -343,7 +347,7 @@ class DocumentAttention(torch.autograd.Function):
                 for dx_BGTd, dx_GSd in ((dk_BGTd, dk_GSd), (dv_BGTd, dv_GSd)):
                     dx_BGTd[b, :, origin] += dx_GSd[:, :shared]
                     dx_BGTd[b, :, start:beyond] += dx_GSd[:, shared:]
-        return dq_BHTd, dk_BGTd, dv_BGTd, None, None, None, None, None
+        return *(dx.to(dtype) for dx in (dq_BHTd, dk_BGTd, dv_BGTd)), None, None, None, None, None
 
 
 def _keys(x_GTd: Tensor, start: int, beyond: int, branch: Branch | None) -> Tensor:
@@ -382,12 +386,12 @@ def _in_blocks(
     at_K = torch.arange(K, device=q_HLd.device)
     out_HLd, lse_HL1 = q_HLd.new_empty(H, L, d), q_HLd.new_empty(H, L, 1, dtype=torch.float32)
     for queries, keys in _blocks(L, window, K - L):
-        scores_GRK = q_HLd[:, queries].reshape(G, -1, d) @ k_GKd[:, keys].mT
+        scores_GRK = product(q_HLd[:, queries].reshape(G, -1, d), k_GKd[:, keys].mT)
         scores_HQK = scores_GRK.view(H, -1, scores_GRK.shape[-1])
         probs_HQK, lse_HL1[:, queries] = maybe_compile(probabilities)(
             scores_HQK, at_K[K - L :][queries], at_K[keys], scale, window, cap
         )
-        out_HLd[:, queries] = (probs_HQK.view_as(scores_GRK) @ v_GKd[:, keys]).view(H, -1, d)
+        out_HLd[:, queries] = product(probs_HQK.view_as(scores_GRK), v_GKd[:, keys]).view(H, -1, d)
     return out_HLd, lse_HL1.squeeze(-1)
 
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from dualtune_torch.beside import Rows
 from dualtune_torch.card.memory import LOSS_ROWS
 from dualtune_torch.kernels.attention import GRANULE, capped
-from dualtune_torch.kernels.products import linear, times
-from dualtune_torch.lora import add_product
+from dualtune_torch.kernels.products import add_product, linear, times
 
 
 class Scaling(NamedTuple):
@@ -260,7 +259,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 slopes_Pn = own.slopes_of(logits_PV) if own else None
                 grad_PD = times(logits_PV, head_VD)
                 if slopes_Pn is not None and rows_nD is not None and grad_nD is not None:
-                    grad_PD.addmm_(slopes_Pn, rows_nD.to(grad_PD.dtype))
+                    add_product(grad_PD, slopes_Pn, rows_nD.to(grad_PD.dtype))
                     _add_outer(grad_nD, slopes_Pn[:R], hidden_MD[rows], *weights[:1])
                 grad_MD[rows] = grad_PD[:R]
                 if grad_VD is not None:

@@ -26,8 +26,8 @@ from dualtune.model.adapter import tensor_name
 from dualtune.model.beside import parameter_name
 from dualtune.model.dropout import check_tokens, input_of
 from dualtune_torch.adapter import AdapterBuffer
-from dualtune_torch.kernels.products import base_output, times
-from dualtune_torch.lora import LoRALinear, LoRAPieces, add_product, back_g, drop_rule, dropped
+from dualtune_torch.kernels.products import add_product, base_output, product, times
+from dualtune_torch.lora import LoRALinear, LoRAPieces, back_g, drop_rule, dropped
 from dualtune_torch.methods import AdaptedLayer
 from dualtune_torch.weights.frozen import weight_of
 
@@ -125,12 +125,12 @@ class _GroupedLoRA(torch.autograd.Function):
             check_tokens(len(x_MI), len(seeds_M))
         kept_MI = _after_dropout(x_MI, group, seeds_M)
         if seeds_M is None or group.gpu.down is None:
-            u_MS = kept_MI @ group.A_SI.T
+            u_MS = product(kept_MI, group.A_SI.T)
         else:
             u_MS = group.gpu.down(kept_MI, group.A_SI, *_mask(group, seeds_M))
         outputs = []
         for layer, B_Or, u_Mr in zip(group.layers, group.B_Or, u_MS.split(group.ranks, dim=1), strict=True):
-            y_MO = base_output(layer.base, x_MI).addmm_(u_Mr, B_Or.T, alpha=layer.scale)
+            y_MO = add_product(base_output(layer.base, x_MI), u_Mr, B_Or.T, layer.scale)
             # No view for autograd: some models change in place what a layer returns.
             outputs.append(torch.ops.aten._unsafe_view(y_MO, [*x_BTI.shape[:-1], y_MO.shape[-1]]))
         ctx.group, ctx.recompute, group.recompute = group, group.recompute, None
@@ -163,7 +163,7 @@ class _GroupedLoRA(torch.autograd.Function):
                 if dx_MI is None:
                     dx_MI = times(g_MO, weight_of(layer.base, g_MO.dtype))
                 else:
-                    dx_MI.addmm_(g_MO, weight_of(layer.base, g_MO.dtype))
+                    add_product(dx_MI, g_MO, weight_of(layer.base, g_MO.dtype))
         moved_MS = v_MS
         if group.trained != group.ranks:
             moved_MS = torch.cat([v_Mr[:, :r] for v_Mr, r in zip(v, group.trained, strict=True)], 1)
@@ -174,11 +174,11 @@ class _GroupedLoRA(torch.autograd.Function):
         if dx_MI is None:
             return None, None, None, None
         if seeds_M is None:
-            dx_MI.addmm_(v_MS, group.A_SI)
+            add_product(dx_MI, v_MS, group.A_SI)
         elif group.gpu.add_dx is not None:
             group.gpu.add_dx(dx_MI, v_MS, group.A_SI, *_mask(group, seeds_M))
         else:
-            dx_MI = group.maybe_compile(add_after_dropout)(dx_MI, v_MS @ group.A_SI, *_mask(group, seeds_M))
+            dx_MI = group.maybe_compile(add_after_dropout)(dx_MI, product(v_MS, group.A_SI), *_mask(group, seeds_M))
         return dx_MI.view(*grads_BTO[0].shape[:-1], -1), None, None, None
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from dualtune_torch.kernels.products import write_product
 from dualtune_torch.weights.frozen import FrozenLinear, is_four_bit, shape_of, stored_bytes, weight_of
 
 
@@ -65,7 +66,7 @@ def by_group(x_SI: Tensor, matrix_IO: Callable[[int], Tensor], width: int, ends:
     """Return each row of x times the matrix of its expert, one expert after another: the same order on every run."""
     y_SO = x_SI.new_empty(len(x_SI), width)
     for number, rows in groups(ends):
-        torch.mm(x_SI[rows], matrix_IO(number), out=y_SO[rows])
+        write_product(y_SO[rows], x_SI[rows], matrix_IO(number))
     return y_SO
 
 
