@@ -277,7 +277,12 @@ def _finish(job: Job, num_steps: int) -> None:
         if prepared.team.is_first:
             entries = result_record(prepared, engine, log, job.guards, job.recovery, num_steps)
             result = job.run_dir.result(prepared.config)
-            write_result(result, prepared, engine, job.naming, entries | {"fingerprints": prints})
+            try:
+                write_result(result, prepared, engine, job.naming, entries | {"fingerprints": prints})
+            except DiskError as error:
+                raise DiskError(
+                    f"{error} {_newest(job.saver)}. Free some space and run the same command again, which resumes"
+                ) from error
 
 
 def _take_step(job: Job, step: int) -> int:
@@ -465,9 +470,12 @@ def _samples(prepared: Prepared, engine: Engine, path: Path, first_step: int) ->
 def _stopped(stop: Preempted, saver: Saver) -> Exception:
     """Return the error for a run that a signal stopped."""
     if saver.failure is not None:
-        newest = f"the newest checkpoint is {saver.newest}" if saver.newest else "there is no checkpoint"
-        return DiskError(f"{stop}, but the state could not be saved; {newest}. {saver.failure}")
+        return DiskError(f"{stop}, but the state could not be saved. {_newest(saver)}. {saver.failure}")
     return type(stop)(f"{stop}; saved in {saver.newest}")
+
+
+def _newest(saver: Saver) -> str:
+    return f"The newest checkpoint is {saver.newest}" if saver.newest else "There is no checkpoint"
 
 
 def _write_report(display: Display, path: Path, log: Metrics, step: int) -> None:

@@ -99,6 +99,22 @@ def test_a_run_that_could_never_save_ends_with_5_and_its_adapter(box, full, kind
 
 @pytest.mark.fault(
     row=6,
+    fault="disk full from a save on, to the end",
+    injection="a full tmpfs of 1 MiB, which is emptied before the resume",
+    expected="exit 5, names the newest checkpoint and what to do; adapter bitwise equal after resume",
+)
+def test_a_run_whose_adapter_finds_no_room_says_how_to_go_on(box, full):
+    complaint = box.train(5, inject=full("tmpfs", 2, 99)).stderr
+    newest = box.dir / "checkpoints" / "step-00000002"
+    assert f"The newest checkpoint is {newest}. Free some space and run the same command again, which" in complaint
+    assert box.checkpoints == [newest.name] and not (box.dir / "adapter").exists()
+    (box.dir.parent / "filler").unlink()
+    box.resume()
+    assert box.adapter == box.straight()
+
+
+@pytest.mark.fault(
+    row=6,
     fault="disk full at the save that SIGTERM asks for",
     injection="`RLIMIT_FSIZE`, and a signal between two micro-batches",
     expected="exit 5, names the newest checkpoint; adapter bitwise equal after resume",
@@ -108,7 +124,7 @@ def test_a_stop_that_cannot_save_says_what_there_is(box, full):
     box.settings["run.save_every"] = 2
     complaint = box.train(5, inject=inject).stderr
     assert "topped by SIGTERM, but the state could not be saved" in complaint
-    assert f"the newest checkpoint is {box.dir / 'checkpoints' / 'step-00000002'}" in complaint
+    assert f"The newest checkpoint is {box.dir / 'checkpoints' / 'step-00000002'}" in complaint
     box.resume()
     assert box.adapter == box.straight()
 

@@ -55,7 +55,8 @@ class Lock:
         try:
             self._file = self._take()
         except OSError as error:
-            raise DiskError(f"run.dir: {run_dir} cannot be written: {error.strerror}") from error
+            advice = "Set run.dir to a directory that can be written"
+            raise DiskError(f"run.dir: {run_dir} cannot be written: {error.strerror}. {advice}") from error
         self.before = _note_in(self._file)  # of the holder before this one
         try:
             self._write(LockRecord.of_this_process())
