@@ -151,6 +151,10 @@ def test_what_is_no_pair_of_runs_is_refused(two, dualtune_main, tmp_path, wordin
     foreign = dualtune_main("runs", "compare", two[0], tmp_path / "empty")
     assert foreign.returncode == 2
     wording(foreign.stderr)
+    (two[0].parent / "report.html").touch()  # as a sweep writes it beside its runs, where `*` finds it
+    file = dualtune_main("runs", "compare", *two[0].parent.iterdir())
+    assert file.returncode == 2
+    wording(file.stderr)
 
 
 def test_values_that_are_not_finite_and_names_that_steer_are_drawn_without_harm():

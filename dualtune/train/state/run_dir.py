@@ -197,6 +197,8 @@ def check_is_run(path: Path) -> None:
     """Raise ConfigError if a directory is not a run directory."""
     if not is_run_dir(path):
         nearest = "" if path.exists() else did_you_mean_path(path)
+        if path.is_file() and any(map(is_run_dir, (path.parent, *path.parent.iterdir()))):
+            nearest = f" but a file. Give its directory, {path.parent}"
         advice = nearest or ". To find run directories: dualtune runs DIRECTORY"
         raise ConfigError(f"{path}: is not a run directory{advice}")
 
