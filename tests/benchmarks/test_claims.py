@@ -50,6 +50,14 @@ def test_the_figures_of_the_real_model_are_those_that_were_measured():
     assert {line for line in TABLE if re.match(r"\| (float32|bfloat16), ", line)} == measured
 
 
+def test_the_figures_of_a_cpu_with_avx2_alone_are_those_that_were_measured():
+    parts = json.loads((RESULTS / "fast_pieces.json").read_text())["parts"]
+    small, large = (parts[f"{shape}, 2 threads, without AVX-512"] for shape in ("llama-19m", "smollm2-135m"))
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert f"{small['median_ratio']['products=torch']:.1f} times as long with torch's own products" in page
+    assert f"bfloat16 then takes {large['median_ratio']['']:.2f} times the time of float32" in page
+
+
 def test_all_figures_are_of_the_same_kind_of_machine():
     cpus = {part["machine"].get("cpu") for part in PARTS.values()} - {None}
     assert len(cpus) == 1 and "amx_bf16" in cpus.pop()
