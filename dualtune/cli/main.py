@@ -116,8 +116,10 @@ def main() -> None:
         error.show(shown)
         say(redact(shown.getvalue().rstrip("\n")), err=True)
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        say("Interrupted.", err=True)
+    except (click.Abort, KeyboardInterrupt) as stop:
+        interrupt = stop.__cause__ if isinstance(stop, click.Abort) else stop
+        left = interrupt.args if isinstance(interrupt, KeyboardInterrupt) else ()  # what a run says of itself
+        say(redact(" ".join(["Interrupted.", *left])), err=True)
         sys.exit(130)
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of pyo3, which Exception does not include

@@ -204,7 +204,7 @@ def probe_documents(num_documents: int, number: int, seed: int) -> list[int]:
 
 
 def held_out_tokens(tokens: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, str]:
-    """Return bool [rows], the held-out rows, and a remark if the share cannot be met.
+    """Return bool [rows], the held-out rows, and a remark if the share cannot be met in tokens, or not in rows.
 
     `tokens` is the number of tokens of each row. The rows are those of `held_out`, unless their share of the tokens
     is less than half or more than twice `share`: then rows are chosen by their token counts.
@@ -212,6 +212,7 @@ def held_out_tokens(tokens: np.ndarray, share: float, seed: int) -> tuple[np.nda
     chosen = held_out(len(tokens), share, seed)
     if not share or _is_near(tokens, chosen, share):
         return chosen, ""
+    usual = int(chosen.sum())
     order = np.random.default_rng([seed, 0]).permutation(len(tokens))
     order = order[tokens[order] > 0]
     if len(order) < 2:
@@ -228,7 +229,14 @@ def held_out_tokens(tokens: np.ndarray, share: float, seed: int) -> tuple[np.nda
     chosen = np.zeros(len(tokens), bool)
     chosen[rows[: len(order) - 1] or order[np.argmin(tokens[order])]] = True
     if _is_near(tokens, chosen, share):
-        return chosen, ""
+        number, longest = int(chosen.sum()), float(tokens.max() / tokens.sum())
+        if usual <= FAR * number <= FAR * FAR * usual:
+            return chosen, ""
+        return chosen, (
+            f"{number} of the {len(tokens)} rows are held out to have {share:.0%} of the tokens (data.eval), because "
+            f"lengths differ much: the longest row has {longest:.0%} of them. Split long rows, or name evaluation data "
+            "in data.eval"
+        )
     problem = f"{_share(tokens, chosen):.0%} of the tokens are held out, but data.eval is {share:.0%}"
     if FAR * share * len(order) < 1:  # even if all rows had the same length
         advice = "Add rows, name evaluation data in data.eval, or set it to 0"

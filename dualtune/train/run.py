@@ -66,7 +66,16 @@ from dualtune.train.saver import Saver, check_space
 from dualtune.train.start import load_comparison, load_engine, log_start, write_records
 from dualtune.train.state.checkpoint import bytes_per_weight, restore
 from dualtune.train.state.metrics import History, Metrics, each_row
-from dualtune.train.state.run_dir import METRICS, REPORT, ROLLOUTS, SAMPLES, TIMELINE, RunDir, open_together
+from dualtune.train.state.run_dir import (
+    METRICS,
+    REPORT,
+    ROLLOUTS,
+    SAMPLES,
+    TIMELINE,
+    RunDir,
+    interrupted,
+    open_together,
+)
 from dualtune.train.step import TrainingStep
 from dualtune.train.team import PeerFailed, Team
 from dualtune.train.verdict import verdict_of
@@ -168,6 +177,8 @@ def execute(
             job.watchers.enter(num_steps, TRACKERS)
     except Preempted as stop:
         raise (_stopped(stop, job.saver) if team.is_first else stop) from None
+    except KeyboardInterrupt:
+        raise interrupted(run_dir.path) from None
     finally:
         job.close()
 

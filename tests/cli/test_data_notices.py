@@ -76,6 +76,17 @@ def test_system_messages_that_a_template_drops_are_counted_or_refused(
     assert dualtune_main("preview", config_file(given | {"data.system": "refuse"})).returncode == 3
 
 
+def test_plain_text_with_the_marks_of_another_model_s_chat_is_told(dualtune_main, config_file, write_rows, tiny_llama):
+    own = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4.<|im_end|>"
+    others = ["<s>[INST] 2+2? [/INST] 4.</s>", "<start_of_turn>user\n2+2?<end_of_turn>", "2+2 is 4."]
+    write_rows([{"text": text} for text in (own, *others)])
+    path = config_file({"model.name": tiny_llama, "data.eval": 0, "data.special_tokens_in_text": "allow"})
+    kinds = {"foreign_mark: [INST]": 1, "foreign_mark: <start_of_turn>": 1}
+    assert checked(dualtune_main, path) == (0, kinds, 0)
+    result = dualtune_main("train", path, "--dry-run", "--platform", "numpy")
+    assert "1 of 4 rows: plain text has [INST], a mark of chats" in " ".join((result.stdout + result.stderr).split())
+
+
 def test_plain_text_without_the_bos_that_the_tokenizer_names_is_told(
     dualtune_main, config_file, write_rows, tiny_softmax, tmp_path
 ):

@@ -1,5 +1,6 @@
 """Columns that hold a part of the conversation: each is read, or named. Expected by hand."""
 
+import json
 import re
 
 import pytest
@@ -87,6 +88,33 @@ def test_openai_s_older_functions_are_tools(row, wording):
     assert read(row | {"functions": [FUNCTION]}).tools == (TOOL,)
     assert read(row | {"tools": [TOOL], "functions": []}).tools == (TOOL,)
     wording(result(row | {"tools": [TOOL], "functions": [FUNCTION]}).reason)
+
+
+@pytest.mark.parametrize(("system", "notices"), [
+    ("Tools: <tools>[{'type': 'function', 'function': {'name': 'add'}}]</tools>", {"tools_twice"}),
+    (f"<tools>{json.dumps(TOOL)}</tools>", {"tools_twice"}), ("You add.", frozenset()),
+])  # fmt: skip
+def test_tools_that_the_system_message_lists_already_are_told(system, notices):
+    row = {"messages": [{"role": "system", "content": system}, ASK, SAY], "tools": [TOOL]}
+    assert read(row).notices == notices
+    assert read(PROMPT | {"system": system, "tools": [TOOL]}).notices == notices
+    alone = read(row, columns={"tools": None})
+    assert not alone.tools and not alone.notices
+
+
+CALLS = [{"name": "add", "arguments": {"a": 2}}]
+
+
+@pytest.mark.parametrize("answers", [json.dumps(CALLS), CALLS])
+def test_calls_in_a_column_are_no_completion(answers):
+    """As xLAM's data have them; as a completion they were learned as text."""
+    with pytest.raises(DataError, match="no known format") as error:
+        result({"query": "2+2?", "answers": answers, "tools": json.dumps([FUNCTION])})
+    assert "completion: answers" not in str(error.value)
+    assert "'answers' holds calls of tools: write each row as messages" in str(error.value)
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "tool_call", "content": answers}]
+    (call,) = read({"messages": turns, "tools": [FUNCTION]}).messages[1].extra["tool_calls"]
+    assert call["function"] == CALLS[0]
 
 
 def test_a_call_in_a_message_may_be_openai_s_older_one():

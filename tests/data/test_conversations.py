@@ -135,6 +135,11 @@ BAD = [
     ([user({"x": 4}), SAY], "message 1: content: got dict, a string is needed"),
     ([user([{"type": "text", "text": "x"}, {"type": "image_url", "image_url": "x"}]), SAY],
      "message 1: content: part 2: got the type 'image_url', allowed: 'text'"),
+    ([ASK, assistant([{"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 2}}])],
+     "message 2: content: part 1: got the type 'tool_use', allowed: 'text'; write it into the tool_calls of the"),
+    ([user([{"type": "tool_result", "tool_use_id": "c1", "content": "4"}]), SAY],
+     "message 1: content: part 1: got the type 'tool_result', allowed: 'text'; write it as a message of its own, with "
+     "role: tool"),
     ([user([{"type": "text"}]), SAY], "message 1: content: part 1: got NoneType, a string is needed"),
     ([ASK, assistant(" \n")], f"message 2: {BLANK}"),
     ([ASK, assistant([])], f"message 2: {BLANK}"),

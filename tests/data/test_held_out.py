@@ -47,7 +47,16 @@ def test_whatever_the_rows_are_some_are_left_and_a_share_that_is_missed_is_told(
     if (tokens > 0).sum() >= 2:
         assert 0 < held < tokens.sum()
     if tokens.any():
-        assert bool(remark) == (not share / 2 <= held / tokens.sum() <= share * 2)
+        is_met = share / 2 <= held / tokens.sum() <= share * 2
+        assert is_met == (not remark or "rows are held out to have" in remark)
+
+
+def test_a_long_row_that_makes_the_share_take_half_of_the_rows_is_told(make_config, write_rows, chatml):
+    rows = [{"text": "word " * 4000}, *({"text": f"{n} " * 20} for n in range(42))]
+    train, eval_ = Data(make_config(write_rows(rows), {"data.eval": 0.1})).train_and_eval(chatml)
+    assert eval_.num_rows > 2 * 0.1 * (eval_.num_rows + train.num_rows)
+    told = f"{eval_.num_rows} of the 43 rows are held out to have 10% of the tokens (data.eval), because lengths differ"
+    assert eval_.remark.startswith(told) and eval_.remark in eval_.summary()
 
 
 def test_one_row_holds_nothing_out_and_says_so(make_config, write_rows, chatml):

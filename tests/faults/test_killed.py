@@ -125,7 +125,9 @@ def test_a_ctrl_c_reaches_the_process_that_trains_through_its_parent(box):
 def test_a_second_ctrl_c_ends_the_run_at_once(box):
     straight = box.straight()
     stderr = box.train(130, "--max-restarts", 3, inject=f"enter({box.forward!r}, 19, interrupt_parent(2))").stderr
-    assert stderr.strip() == "Interrupted."
+    newest = box.dir / "checkpoints" / box.checkpoints[-1]
+    left = f"The newest checkpoint is {newest}. Run the same command again to continue."
+    assert stderr.strip() == f"Interrupted. {left}"
     box.resume()
     assert box.adapter == straight
 

@@ -152,7 +152,9 @@ def test_a_second_interrupt_ends_at_once_and_damages_nothing(box, where, call, s
         f"enter('dualtune.{where}', {call}, send('SIGINT'))"
     )
     result = box.train(130, inject=inject)
-    assert result.stderr.splitlines()[-1] == "Interrupted."
+    newest = box.dir / "checkpoints" / f"step-{steps[-1]:08d}"
+    left = f"The newest checkpoint is {newest}. Run the same command again to continue."
+    assert result.stderr.splitlines()[-1] == f"Interrupted. {left}"
     assert box.checkpoints == [f"step-{step:08d}" for step in steps]
     assert not box.leftovers
     box.resume()

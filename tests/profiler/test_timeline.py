@@ -1,13 +1,15 @@
 """The timeline that runs write: its rows, a resume, several processes, and what taking it must not do."""
 
+import errno
 import mmap
+import os
 from dataclasses import replace
 
 import pytest
 
 from dualtune.base.errors import FormatError
 from dualtune.show.run import run
-from dualtune.train.hooks import Hook, PhaseChange, RunInfo
+from dualtune.train.hooks import Hook, PhaseChange, RunInfo, Watchers
 from dualtune.train.profiler.analysis import find_leak, peak_of
 from dualtune.train.profiler.profiler import Timeline
 from dualtune.train.profiler.snapshot import MB, OLD_HEADER, DeviceSample, read_timeline
@@ -121,6 +123,22 @@ def test_the_driver_is_asked_once_a_step(tmp_path, open_backend, monkeypatch):
     assert [row.device_bytes for row in rows] == [100, None, 101, None, None, 102, None]
     assert [row.gpu_percent for row in rows] == [90, None, 91, None, None, 92, None]
     assert [row.power_w for row in rows] == [300.5, None, 300.5, None, None, 300.5, None]
+
+
+def test_a_full_disk_is_told_in_words(tmp_path, open_backend, monkeypatch):
+    timeline = Timeline(tmp_path / "memory.csv", open_backend("numpy").memory)
+    timeline.on_start(info(tmp_path))
+
+    def full(file, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.write", full)
+    told: list[str] = []
+    watchers = Watchers([timeline])
+    watchers.report = told.append
+    watchers.end()
+    file = tmp_path / "memory.csv"
+    assert told == [f"{file}: rows of the memory in use are not written: No space left on device"]
 
 
 def test_a_timeline_of_an_older_version_is_continued_with_its_columns(tmp_path, open_backend):

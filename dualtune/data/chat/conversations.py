@@ -48,6 +48,12 @@ MAX_WEIGHT = 1000.0  # of a message: weights are relative, and a larger factor i
 CALL_ROLES = ("function_call", "tool_call")  # roles whose content is a call as JSON, or a list of calls
 # What content has that holds a call, whatever its notation: <tool_call>{…}, [add(a=2)], [TOOL_CALLS], Action: add, …
 CALL_AS_TEXT = re.compile(r"[<\[({`]|\bAction\b")
+# Where the blocks of Anthropic's messages belong, by type.
+BLOCKS = {
+    "tool_use": "; write it into the tool_calls of the message, with its input as arguments",
+    "tool_result": "; write it as a message of its own, with role: tool and its tool_use_id as tool_call_id",
+    "thinking": "; write it as reasoning_content of the message",
+}
 # How a list of messages begins that is written as a text, by json.dumps or by Python's print.
 LIST_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(?:role|content|from|value)\1\s*:""")
 # Names are in lower case, with _ between words; a file may have them in any case and with other marks between words.
@@ -353,7 +359,8 @@ def _content(value: Any, at: str, reading: RowReading) -> str:
     for number, item in enumerate(cast(list[Any], value), start=1):
         part = as_object(item, f"{at}: part {number}")
         if part.get("type") != "text":
-            raise RowError(f"{at}: part {number}: got the type {shown(part.get('type'))}, allowed: 'text'")
+            advice = BLOCKS.get(str(part.get("type")), "")
+            raise RowError(f"{at}: part {number}: got the type {shown(part.get('type'))}, allowed: 'text'{advice}")
         texts.append(text(part.get("text"), f"{at}: part {number}"))
     return "".join(texts)
 

@@ -18,7 +18,7 @@ from dualtune.data.chat.conversations import (
     text_of,
     with_reasoning,
 )
-from dualtune.data.chat.row_values import PARSED, REASONING, is_scalar
+from dualtune.data.chat.row_values import PARSED, REASONING, TOOLS_TWICE, is_scalar
 from dualtune.data.sources.rows import RawRow, RowError
 
 EQUAL_PAIR = "'chosen' and 'rejected' are the same"  # why such a row is bad
@@ -85,7 +85,7 @@ def chat_example(
     row: RawRow, fields: Mapping[str, Any], messages: tuple[Message, ...], reading: RowReading, name: str = "message"
 ) -> Example:
     messages = arranged(_with_system(fields, messages, reading), reading, name, _first(fields))
-    tools = _tools(fields, reading)
+    tools = _tools(fields, messages, reading)
     return Example(row.path, row.line, asked_nulls(messages, tools, reading), tools)
 
 
@@ -105,7 +105,7 @@ def pair_example(
         return chat_example(row, fields, turns, reading, "history and row: message")
     messages = _with_system(fields, turns, reading)
     prompt = f"{messages[0].content}\n\n{plain}" if "system" in fields else plain
-    return Example(row.path, row.line, messages, _tools(fields, reading), prompt, answer)
+    return Example(row.path, row.line, messages, _tools(fields, messages, reading), prompt, answer)
 
 
 def answer_in(fields: Mapping[str, Any], key: str, reading: RowReading) -> str:
@@ -115,7 +115,9 @@ def answer_in(fields: Mapping[str, Any], key: str, reading: RowReading) -> str:
     return answer
 
 
-def _tools(fields: Mapping[str, Any], reading: RowReading) -> tuple[Mapping[str, Any], ...]:
+def _tools(
+    fields: Mapping[str, Any], messages: Sequence[Message], reading: RowReading
+) -> tuple[Mapping[str, Any], ...]:
     """Read `tools`, or the `functions` that OpenAI had before them, in the form of tools."""
     if "tools" not in fields and "functions" not in fields:
         return ()
@@ -123,9 +125,18 @@ def _tools(fields: Mapping[str, Any], reading: RowReading) -> tuple[Mapping[str,
     functions = read_tools(fields.get("functions", []), "functions", reading)
     if tools and functions:
         raise RowError("functions: the row has tools already; keep one of them")
-    return tools or tuple(
+    tools = tools or tuple(
         function if "function" in function else {"type": "function", "function": function} for function in functions
     )
+    if messages[0].role == "system" and _lists(messages[0].content, tools):
+        reading.notices.add(TOOLS_TWICE)
+    return tools
+
+
+def _lists(text: str, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a text has the names of all these tools in quotes, as JSON or Python writes them."""
+    names = [tool.get("function", tool).get("name") for tool in tools]
+    return bool(names) and all(f'"{name}"' in text or f"'{name}'" in text for name in names)
 
 
 def _with_system(fields: Mapping[str, Any], messages: tuple[Message, ...], reading: RowReading) -> tuple[Message, ...]:

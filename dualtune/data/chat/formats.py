@@ -73,6 +73,7 @@ from dualtune.data.chat.row_values import (
     column_of,
     has_likely_answer,
     has_value,
+    holds_calls,
     in_yaml,
     left_out,
     listed,
@@ -187,12 +188,17 @@ def detect_format(row: RawRow, columns: Columns) -> str:
         f"{row.where}: no known format has the keys {listed(row.fields)}. Known: {formats}. Map other names with "
         + (f"data.columns, here likely {{{likely}}}." if likely else _UNTOLD)
         + (" data.format: prompt reads the prompt alone." if has_prompt else "")
+        + "".join(_CALLS.format(repr(name)) for name in row.fields if holds_calls(row.fields[name]))
     )
 
 
 _UNTOLD = (
     "data.columns, for example columns: {prompt: question, completion: answer}; what is a list or an object must first "
     "be written as a text of its own."
+)
+_CALLS = (
+    " {} holds calls of tools: write each row as messages, the question as {{role: user, content: …}} and the calls as "
+    "{{role: tool_call, content: …}}, beside its tools."
 )
 
 

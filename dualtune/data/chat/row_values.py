@@ -27,8 +27,9 @@ from dualtune.data.sources.rows import RowError
 JOINED, KEPT, FOLDED, SCALAR, NO_BOS = "joined_turns", "kept_turns", "folded_system", "scalar_text", "no_bos"
 NULLS, PARSED, ALTERNATING = "dropped_nulls", "parsed_messages", "alternating_texts"
 EQUAL_SCORES, REVERSED_SCORES = "equal_scores", "reversed_scores"
-BLANK = "blank_question"
+BLANK, TOOLS_TWICE = "blank_question", "tools_twice"
 UNREAD, INDEX_COLUMN, UNREAD_LABEL = "unread_column", "index_column", "unread_label"  # with the name of the column
+FOREIGN = "foreign_mark"  # with the mark
 TEXTS = {
     JOINED: "turns of one role in a row are joined with a blank line (data.consecutive)",
     KEPT: "turns of one role in a row stay apart (data.consecutive)",
@@ -40,6 +41,10 @@ TEXTS = {
     EQUAL_SCORES: "the scores say that the chosen and the rejected answer are equally good",
     REVERSED_SCORES: "the scores say that the rejected answer is better than the chosen one",
     BLANK: "a user message is blank, so an answer to nothing is learned; remove the row if a question is missing",
+    TOOLS_TWICE: "the system message lists the tools that the row has too, so templates that write tools list them "
+    "twice; data.columns: {{tools: null}} leaves those of the row out",
+    FOREIGN: "plain text has {}, a mark of chats that is no token of this tokenizer, so it is learned as ordinary "
+    "text; rows with messages get the marks of the model's own template",
     NO_BOS: "plain text without the tokenizer's BOS token, which the tokenizer names and does not add",
     UNREAD: "the column '{}' is not read; data.columns names columns to read, or remove it",
     UNREAD_LABEL: "the column '{}' may say which answers are good and is not read; data.format: unpaired_preference "
@@ -290,7 +295,9 @@ _LIKELY_TEXTS = ("content", "text", "body", "document", "article", "code", "stor
 def suggested_columns(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the `data.columns` with which a row of no known format is likely meant; {} if its names do not tell."""
     texts = {
-        str(name).strip().lower(): name for name, value in fields.items() if isinstance(value, str) or is_scalar(value)
+        str(name).strip().lower(): name
+        for name, value in fields.items()
+        if (isinstance(value, str) and not holds_calls(value)) or is_scalar(value)
     }
     columns: dict[str, str] = {}
     for key, names in _LIKELY.items():
@@ -299,6 +306,19 @@ def suggested_columns(fields: Mapping[str, Any]) -> dict[str, str]:
     if {"prompt", "completion"} <= columns.keys():
         return {key: column for key, column in columns.items() if column != key}
     return next(({"text": texts[name]} for name in _LIKELY_TEXTS if name in texts), dict[str, str]())
+
+
+def holds_calls(value: Any) -> bool:
+    """Return whether a value is a list of calls, or one as JSON, as xLAM's data have them."""
+    if isinstance(value, str):
+        if not value.lstrip().startswith("["):
+            return False
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return False
+    calls = cast(list[Any], value) if isinstance(value, list) else []
+    return bool(calls) and all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls)
 
 
 def in_yaml(name: str) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from dualtune.base import interrupt
 from dualtune.data.chat.examples import EQUAL_TEXTS, Example, answers, judged
-from dualtune.data.chat.row_values import NO_BOS
+from dualtune.data.chat.row_values import FOREIGN, NO_BOS
 from dualtune.data.sources.rows import BadRow, RowError
 from dualtune.data.tokens.masks import NO_END, Rendered, render_example
 from dualtune.data.tokens.tokenizer import Tokenizer
@@ -167,6 +167,8 @@ def _notices(rendered: Rendered, tokens: Tokens, tokenizer: Tokenizer, loss_on: 
         notices |= {NO_END}
     if not rendered.is_chat and tokenizer.bos_id not in (None, *tokens[0][:1].tolist()):
         notices |= {NO_BOS}
+    if not rendered.is_chat and (mark := next((m for m in tokenizer.foreign_marks if m in rendered.text), None)):
+        notices |= {f"{FOREIGN}: {mark}"}
     return notices
 
 

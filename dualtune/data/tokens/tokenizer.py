@@ -39,6 +39,11 @@ from dualtune.model.config_file import vocabulary_size
 LEAST_STOP = 3  # characters of a text that stops an answer
 PROBE = "\ue000?\ue001"  # an answer that is found in a rendered turn: private-use characters, which nothing else has
 _MARK = re.compile(r"<[^\s<>]{2,40}>|\[[^\s\[\]]{2,40}\]")  # text that looks like a special token
+# With which the turns of usual chat templates begin or end.
+CHAT_MARKS = (
+    "<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|user|>", "<|assistant|>",
+    "<|START_OF_TURN_TOKEN|>",
+)  # fmt: skip
 # The files that determine the ids of a text, if the model has them.
 MAX_GENERATION_CONFIG_BYTES = 1 << 20
 TOKENIZER_FILES = (
@@ -135,6 +140,12 @@ class Tokenizer:
             return None
         id, token = first
         return f"{token!r} is {id} here, and {theirs.get(token, 'no token')} there"
+
+    @cached_property
+    def foreign_marks(self) -> tuple[str, ...]:
+        """The marks of usual chat templates that are no token here, and not in the model's own template either."""
+        source = self.template.source if self.template else ""
+        return tuple(mark for mark in CHAT_MARKS if self.id_of(mark) is None and mark not in source)
 
     @property
     def largest_id(self) -> int:

@@ -31,7 +31,14 @@ from dualtune.base.errors import (
     Preempted,
 )
 from dualtune.base.world import launched_number
-from dualtune.train.state.run_dir import CHECKPOINTS, RestartNote, check_usable, read_restart, write_restart
+from dualtune.train.state.run_dir import (
+    CHECKPOINTS,
+    RestartNote,
+    check_usable,
+    interrupted,
+    read_restart,
+    write_restart,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The command of each process of a run, and the exit code of the run from those of its processes.
@@ -156,7 +163,10 @@ def supervise(launcher: Launcher, work: Work, *, max_restarts: int, tell: Tell) 
     resume, restarts = work.first_resume(), 0
     with interrupt.handled():
         while True:
-            code, asked = _attempt(launcher.start(work.command(resume)), launcher.num_processes)
+            try:
+                code, asked = _attempt(launcher.start(work.command(resume)), launcher.num_processes)
+            except KeyboardInterrupt:
+                raise interrupted(work.run_dir) from None
             if asked or restarts == max_restarts or not may_restart(code, launcher.num_processes):
                 break
             resume, restarts = work.next_resume(), restarts + 1

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dualtune.base.errors import DiskError
 from dualtune.base.files import open_own
 from dualtune.base.untrusted import open_file
 from dualtune.engine.backend import MemoryStats
@@ -150,8 +151,13 @@ class Timeline(Hook):
 
     def _write(self) -> None:
         text, self._text, self._written = self._text, "", time.monotonic()
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             os.write(self._file, text.encode())
+        except OSError as error:
+            reason = error.strerror or error
+            raise DiskError(f"{self._path}: rows of the memory in use are not written: {reason}") from error
 
 
 def keep_rows(file: int, path: Path, first_step: int) -> Sequence[str]:

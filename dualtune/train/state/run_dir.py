@@ -265,6 +265,15 @@ def _newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     return saved, [f"ignored the checkpoint {problem}" for problem in problems]
 
 
+def interrupted(path: Path) -> KeyboardInterrupt:
+    """Return the error of a run that a second Ctrl-C ends at once: what is kept of it, and how it goes on."""
+    steps = checkpoint.steps(path / CHECKPOINTS)
+    if not steps:
+        return KeyboardInterrupt("There is no checkpoint yet: the same command starts again.")
+    newest = checkpoint.path_of(path / CHECKPOINTS, steps[0])
+    return KeyboardInterrupt(f"The newest checkpoint is {newest}. {Preempted.again}")
+
+
 def _is_unused(path: Path) -> bool:
     try:
         return {entry.name for entry in path.iterdir()} <= {LOCK_FILE, CLAIM_FILE}
