@@ -383,6 +383,8 @@ def assert_whole_alike(estimated, found, *, kept=0.01, peak=0.08):
     ids=["gpt2", "gpt2 bfloat16", "gpt2 bfloat16 large", "gpt2 plain", "gpt2 sgd", "gpt2 recomputed", "llama untied",
          "llama compiled", "qwen3"],
 )  # fmt: skip
-def test_a_model_trained_whole_takes_what_was_estimated(measure, family, compiles, changes):
+def test_a_model_trained_whole_takes_what_was_estimated(measure, family, compiles, changes, monkeypatch):
+    # The plan leaves out the blocks that are float32 at a time where the CPU multiplies no 16 bits: here most of it all.
+    monkeypatch.setattr("dualtune_torch.kernels.products.is_native", lambda dtype: True)
     asked = replace(WHOLE, **changes)
     assert_whole_alike(*measure(SHORT, compiles=compiles, asked=asked, **family))

@@ -146,9 +146,17 @@ class _WidenedLinear(torch.autograd.Function):
         needs_dx, needs_dW, needs_db = ctx.needs_input_grad
         return (
             times(g_MO, weight_OI).view_as(x) if needs_dx else None,
-            product(g_MO.T, x_MI) if needs_dW else None,
+            _gradient(g_MO, x_MI, weight_OI) if needs_dW else None,
             g_MO.sum(0) if needs_db else None,
         )
+
+
+def _gradient(g_MO: Tensor, x_MI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return gᵀ x in 16 bits, as many rows at a time in float32 as of the weight."""
+    dW_OI, wide_MI = torch.empty_like(weight_OI), x_MI.float()
+    for rows in _blocks(weight_OI):
+        dW_OI[rows] = g_MO[:, rows].T.float() @ wide_MI
+    return dW_OI
 
 
 def widen_layers(model: nn.Module) -> None:
