@@ -384,7 +384,7 @@ def assert_whole_alike(estimated, found, *, kept=0.01, peak=0.08):
          "llama compiled", "qwen3"],
 )  # fmt: skip
 def test_a_model_trained_whole_takes_what_was_estimated(measure, family, compiles, changes, monkeypatch):
-    # The plan leaves out the blocks that are float32 at a time where the CPU multiplies no 16 bits: here most of it all.
+    # The plan leaves out the blocks that are in float32 where the CPU multiplies no 16 bits: a tenth of this peak.
     monkeypatch.setattr("dualtune_torch.kernels.products.is_native", lambda dtype: True)
     asked = replace(WHOLE, **changes)
     assert_whole_alike(*measure(SHORT, compiles=compiles, asked=asked, **family))
