@@ -283,6 +283,15 @@ def test_plain_layers_are_widened_with_their_gradients(widened):
         assert tensor.grad.dtype == widened and gap(tensor.grad.float(), as_float32.grad) <= 4 * ulp
 
 
+def test_a_frozen_layer_that_is_widened_keeps_its_weight_alone(widened):
+    layer = torch.nn.Linear(IN, OUT).to(widened).requires_grad_(False)
+    products.widen_layers(layer)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()), lambda packed: packed):
+        layer(randn(ROWS, IN, dtype=widened).requires_grad_())
+    assert kept == [layer.weight.data_ptr()]
+
+
 class Narrow(TorchDispatchMode):
     """The products with factors in 16 bits, with the shapes of these."""
 

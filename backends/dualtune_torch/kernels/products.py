@@ -127,11 +127,11 @@ def _blocks(weight: Tensor) -> Iterator[slice]:
 
 
 class _WidenedLinear(torch.autograd.Function):
-    """x Wᵀ + b for x [..., I] in 16 bits. Nothing in float32 is kept for the backward pass."""
+    """x Wᵀ + b for x [..., I] in 16 bits. The backward pass keeps W, and x if W is trained: nothing in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight_OI)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight_OI)
         x_MI = x.reshape(-1, x.shape[-1]).float()
         y_MO = x.new_empty(len(x_MI), len(weight_OI))
         for rows in _blocks(weight_OI):
@@ -141,12 +141,11 @@ class _WidenedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight_OI = ctx.saved_tensors
-        g_MO, x_MI = (both.reshape(-1, both.shape[-1]) for both in (g, x))
+        (x, weight_OI), g_MO = ctx.saved_tensors, g.reshape(-1, g.shape[-1])
         needs_dx, needs_dW, needs_db = ctx.needs_input_grad
         return (
-            times(g_MO, weight_OI).view_as(x) if needs_dx else None,
-            _gradient(g_MO, x_MI, weight_OI) if needs_dW else None,
+            times(g_MO, weight_OI).view(*g.shape[:-1], -1) if needs_dx else None,
+            _gradient(g_MO, x.reshape(-1, x.shape[-1]), weight_OI) if needs_dW else None,
             g_MO.sum(0) if needs_db else None,
         )
 
