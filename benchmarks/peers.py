@@ -19,8 +19,8 @@ dropout    dualtune with a dropout of 0.05 against dualtune without
 Sides take turns, forth and back, so that a drift of the machine affects both. Only tokens of documents count, not
 padding, and `--warmup` steps are left out. Before and after each run, a large matrix product in the dtype of the base
 measures what the machine reaches at that time: the utilisation is the share of it. Writes results/peers.json
-(peers_no_amx.json on a CPU without AMX), with a table and a plot next to it. Parts that do not run keep their old
-result; each has its own date, commit and versions.
+(peers_no_amx.json on a CPU without AMX, peers_avx2.json without AVX-512), with a table and a plot next to it. Parts
+that do not run keep their old result; each has its own date, commit and versions.
 """
 
 from __future__ import annotations
@@ -333,10 +333,11 @@ def main() -> None:
 
 
 def result_name(platform: str) -> str:
-    """CPUs with and without AMX have a result each: their products differ so much that no figures compare."""
+    """CPUs with AMX, with AVX-512 and with neither have a result each: their products differ so much."""
     units = record.bfloat16_units()
-    has_amx = units is None or "amx_bf16" in units  # not known of other systems
-    return "peers" if platform == "cuda" or has_amx else "peers_no_amx"
+    if platform == "cuda" or units is None or "amx_bf16" in units:  # None: not known of other systems
+        return "peers"
+    return "peers_no_amx" if "avx512_bf16" in units else "peers_avx2"
 
 
 def without_paths(figures: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:

@@ -48,10 +48,11 @@ def axolotl(micro_batch: int, attention: str, **arguments: Any) -> Settings:
     return batch | {"attn_implementation": attention} | arguments
 
 
-def unsloth(micro_batch: int, **arguments: Any) -> Settings:
+def unsloth(micro_batch: int, *, dtype: str | None = None, **arguments: Any) -> Settings:
     """Checkpointing is switched off in all three places."""
     off, batch = {"use_gradient_checkpointing": False}, accumulated(micro_batch)
-    return {"model": off, "adapter": off, "arguments": batch | {"gradient_checkpointing": False} | arguments}
+    model = off | {"dtype": dtype} if dtype else off
+    return {"model": model, "adapter": off, "arguments": batch | {"gradient_checkpointing": False} | arguments}
 
 
 PADDING_FREE = {"padding_free": True, "max_length": None}
@@ -110,8 +111,11 @@ BEST: dict[str, dict[str, list[Settings]]] = {
 }  # fmt: skip
 # In float32 on a CPU.
 BEST_IN_FLOAT32: dict[str, list[Settings]] = {
-    "hf_peft": [hf(1, "eager", dtype="float32"), hf(8, "sdpa", dtype="float32")],
+    "hf_peft": [hf(8, "sdpa", dtype="float32"), hf(1, "eager", dtype="float32")],
     "trl": [trl(8, "sdpa", **IN_FLOAT32), trl(8, "sdpa", **IN_FLOAT32, **PADDING_FREE)],
+    "llamafactory": [factory("sdpa", bf16=False), factory("sdpa", bf16=False, neat_packing=True)],
+    "axolotl": [axolotl(8, "sdpa", bf16=False), axolotl(1, "eager", bf16=False)],
+    "unsloth": [unsloth(8, **IN_FLOAT32), unsloth(1, **IN_FLOAT32)],
 }  # fmt: skip
 
 # --- environments ---

@@ -241,6 +241,7 @@ def unsloth(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
     # isort: split
     import datasets
     import safetensors.torch
+    import torch
     import trl
     from peft import set_peft_model_state_dict
 
@@ -248,7 +249,8 @@ def unsloth(job: dict[str, Any], clock: Clock) -> dict[str, Any]:
     adapter = json.loads(Path(job["adapter"], "adapter_config.json").read_text())
     spec = {key: adapter[key] for key in ("r", "lora_alpha", "lora_dropout", "target_modules")} | settings["adapter"]
     loading = {"max_seq_length": 2048, "load_in_4bit": job["quantization"] == "nf4"} | settings["model"]
-    model, tokenizer = peer.FastLanguageModel.from_pretrained(job["model"], **loading)
+    dtype = getattr(torch, loading["dtype"]) if "dtype" in loading else None  # None: it chooses
+    model, tokenizer = peer.FastLanguageModel.from_pretrained(job["model"], **loading | {"dtype": dtype})
     model = peer.FastLanguageModel.get_peft_model(model, random_state=job["seed"], **spec)
     set_peft_model_state_dict(model, safetensors.torch.load_file(Path(job["adapter"], "adapter_model.safetensors")))
     arguments = trainer_arguments(job) | {"train_sampling_strategy": "sequential"} | settings["arguments"]
