@@ -73,7 +73,6 @@ from dualtune.train.state.run_dir import (
     SAMPLES,
     TIMELINE,
     RunDir,
-    interrupted,
     open_together,
 )
 from dualtune.train.step import TrainingStep
@@ -177,8 +176,6 @@ def execute(
             job.watchers.enter(num_steps, TRACKERS)
     except Preempted as stop:
         raise (_stopped(stop, job.saver) if team.is_first else stop) from None
-    except KeyboardInterrupt:
-        raise interrupted(run_dir.path) from None
     finally:
         job.close()
 

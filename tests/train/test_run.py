@@ -340,3 +340,24 @@ def test_hooks_end_in_their_order_also_after_a_failure(lab):
     with pytest.raises(KeyboardInterrupt):
         lab.run(hooks=[Named("first"), Named("second", fails=True)])
     assert ended == ["first", "second"]
+
+
+def test_an_interrupt_names_what_is_kept_in_training_and_while_a_resumed_run_loads(lab, monkeypatch):
+    class Impatient(Hook):
+        def on_step(self, record):
+            if record.step == 3:
+                raise KeyboardInterrupt
+
+    settings = {"train__steps": 4, "run__save_every": 2}
+    kept = lab.tmp_path / "run" / "checkpoints" / "step-00000002"
+    message = f"The newest checkpoint is {kept}. Run the same command again to continue."
+    with pytest.raises(KeyboardInterrupt) as training:
+        lab.run(hooks=[Impatient()], **settings)
+    monkeypatch.setattr("dualtune.train.run.load_engine", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt) as loading:
+        lab.run(**settings)
+    assert training.value.args == loading.value.args == (message,)
+    with pytest.raises(KeyboardInterrupt) as new:
+        lab.run("new", **settings)
+    assert new.value.args == ("There is no checkpoint yet: the same command starts again.",)
+    assert not (lab.tmp_path / "new").exists()
