@@ -2,12 +2,13 @@
 
     python benchmarks/utilisation.py --shared ../shared [--work build/peers-work] [--rounds 3] [VARIANT …]
 
-A variant is dtype/quantization/workload, such as bfloat16/nf4/wikisql; a step takes 8 rows. Utilisation is the model's
-operations for their tokens (`training_flops` in dualtune/doctor/bench/measure.py), of the step, or of the forward pass
-for an evaluation, by the time, as a share of a large matrix product's in that dtype. That product takes its turn in
-each round. One thread, and processor seconds, so that other work on the machine disturbs little. `products` is what the
-step's matrix products reach by themselves, and `shares` where the seconds are, both by torch's profiler. `fingerprint`:
-seconds for that of the adapter and that of the base, at the end of a run. Writes results/utilisation.json and .md.
+A variant is dtype/quantization/workload, such as bfloat16/nf4/wikisql; a step takes 8 rows. What a CPU without AVX-512
+gives is recorded as VARIANT/avx2. Utilisation is the model's operations for their tokens (`training_flops` in
+dualtune/doctor/bench/measure.py), of the step, or of the forward pass for an evaluation, by the time, as a share of a
+large matrix product's in that dtype. That product takes its turn in each round. One thread, and processor seconds, so
+that other work on the machine disturbs little. `products` is what the step's matrix products reach by themselves, and
+`shares` where the seconds are, both by torch's profiler. `fingerprint`: seconds for that of the adapter and that of the
+base, at the end of a run. Writes results/utilisation.json and .md.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dualtune.engine.backend import Batch, LoadRequest, get_backend
 from dualtune.model.optimizer import OptimizerSpec
 from dualtune.train.fingerprints import base_fingerprints, fingerprints
 from dualtune_torch.card.memory import LOSS_ROWS
-from dualtune_torch.kernels.products import linear, times
+from dualtune_torch.kernels.products import has_avx512, linear, times
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = (
@@ -63,8 +64,9 @@ def main() -> None:
     path = record.RESULTS / "utilisation.json"
     parts = record.runs("utilisation", "parts")
     for variant in args.variants:
-        parts[variant] = record.origin() | measure(variant, args.shared.resolve(), args.work.resolve(), args.rounds)
-        print(row(variant, parts[variant]), flush=True)
+        name = variant if has_avx512() else f"{variant}/avx2"  # the products of the two do not compare
+        parts[name] = record.origin() | measure(variant, args.shared.resolve(), args.work.resolve(), args.rounds)
+        print(row(name, parts[name]), flush=True)
         record.write("utilisation", {"rounds": args.rounds, "parts": parts})
         path.with_suffix(".md").write_text(with_origins(table(parts), path.stem), encoding="utf-8")
 
