@@ -2,8 +2,9 @@
 
     python benchmarks/origins.py
 
-A page of results/ ends with a line for each JSON that it links or is called after. In docs/ the name of a JSON is
-followed by its day. Decisions are left as they are: they tell what was.
+A page of results/ ends with a line for each JSON that it links or is called after, and with the reason where a part of
+it is older than RECENT. In docs/ the name of a JSON is followed by its day. Decisions are left as they are: they tell
+what was.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 DOCS = RESULTS.parents[1] / "docs"
 MARK = "<!-- measured -->\n"
+RECENT = "2026-11-25"
+NO_AMX = "no CPU with AMX could be had since"
+WHY_OLDER = {  # why the older parts of a result were not measured again
+    "fast_pieces": NO_AMX,
+    "no_slower": "it compares with the tree before one change",
+    "peers": NO_AMX,
+}
 DAY = r"\d{4}-\d\d-\d\d"
 NAMED = re.compile(rf"((?:\((?:\.\./)+|`)benchmarks/results/(\w+)\.json[)`])(?:, {DAY}(?: to {DAY})?)?")
 
@@ -42,7 +50,13 @@ def line_of(name: str) -> str:
     for day, commit, processor in sorted(origins_of(read(name))):
         processors.setdefault(processor, []).append((day, commit))
     places = [f"{', '.join(f'{day} at {commit}' for day, commit in at)} on {cpu}" for cpu, at in processors.items()]
-    return f"- [{name}.json]({name}.json): {'; '.join(places) or 'counts, which have no day'}"
+    why = f". Not all again: {WHY_OLDER[name]}" if is_older(name) else ""
+    return f"- [{name}.json]({name}.json): {'; '.join(places) or 'counts, which have no day'}{why}"
+
+
+def is_older(name: str) -> bool:
+    """Return whether a part of a result is older than RECENT."""
+    return any(day < RECENT for day, _, _ in origins_of(read(name)))
 
 
 def read(name: str) -> Any:

@@ -185,5 +185,5 @@ def environment(work: Path, platform: str, threads: int) -> dict[str, str]:
     return os.environ | {
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1",
         "DUALTUNE_CACHE": str(work / "cache"), "HF_DATASETS_CACHE": str(work / "datasets"),
-        "AXOLOTL_DO_NOT_TRACK": "1",
+        "AXOLOTL_DO_NOT_TRACK": "1", "PYTHONDONTWRITEBYTECODE": "",  # else every start compiles all libraries
     } | ({} if platform == "cuda" else {"CUDA_VISIBLE_DEVICES": "", "UNSLOTH_FORCE_CPU": "1"})  # fmt: skip

@@ -35,19 +35,23 @@ def test_the_ratios_in_the_text_are_those_that_were_measured(begins, parts):
     assert stated == [f"{x:.{len(text.partition('.')[2])}f}" for x, text in zip(measured, stated, strict=True)]
 
 
-def test_the_figures_of_the_real_model_are_those_that_were_measured():
-    parts = json.loads((RESULTS / "peers_no_amx.json").read_text())["parts"]
-    peers = {"trl": "TRL", "hf_peft": "Hugging Face + PEFT", "llamafactory": "LLaMA-Factory"}
-    workloads = {"wikisql": "WikiSQL", "gsm8k": "GSM8K"}
+def test_the_figures_with_utilisation_are_those_that_were_measured():
+    peers = {"trl": "TRL", "hf_peft": "Hugging Face + PEFT", "llamafactory": "LLaMA-Factory", "unsloth": "Unsloth",
+             "axolotl": "axolotl", "mlx_lm": "mlx-lm"}  # fmt: skip
+    shapes = {"smollm2-135m-instruct": "SmolLM2-135M-Instruct", "llama-19m": "18.9M shape"}
+    usual, rows = {"cpu": "bfloat16", "mlx": "float32"}, {"wikisql": "WikiSQL", "gsm8k": "GSM8K"}
     measured = set()
-    for key, part in parts.items():
-        _, _, workload, *dtype, peer, _ = key.split("/")
-        speed, shares = part["tokens_per_s"], part["utilisation"]
-        cells = [f"{dtype[0] if dtype else 'bfloat16'}, {workloads[workload]}", peers[peer]]
-        cells += [f"{median(speed[side]):.0f}" for side in ("ours", "theirs")]
-        cells += [f"{speed['ratio']['median']:.2f}x", *(f"{median(shares[side]):.0%}" for side in ("ours", "theirs"))]
-        measured.add(f"| {' | '.join(cells)} |")
-    assert {line for line in TABLE if re.match(r"\| (float32|bfloat16), ", line)} == measured
+    for cpu, name in {"AVX-512": "peers_no_amx", "AVX2": "peers_avx2"}.items():
+        for key, part in json.loads((RESULTS / f"{name}.json").read_text())["parts"].items():
+            platform, shape, workload, *dtype, peer, _ = key.split("/")
+            speed, shares = part["tokens_per_s"], part["utilisation"]
+            cells = [", ".join([cpu, *["MLX"] * (platform == "mlx")]), shapes[shape]]
+            cells += [f"{dtype[0] if dtype else usual[platform]}, {rows[workload]}", peers[peer]]
+            cells += [f"{median(speed[side]):.0f}" for side in ("ours", "theirs")]
+            cells += [f"{speed['ratio']['median']:.2f}x"]
+            cells += [f"{median(shares[side]):.0%}" for side in ("ours", "theirs")]
+            measured.add(f"| {' | '.join(cells)} |")
+    assert {line for line in TABLE if line.startswith("| AVX")} == measured
 
 
 def test_the_figures_of_a_cpu_with_avx2_alone_are_those_that_were_measured():

@@ -30,6 +30,10 @@ def test_the_pages_say_when_and_where_their_figures_were_measured(origins):
     assert stale == []
 
 
+def test_a_result_that_was_not_measured_again_says_why(origins):
+    assert {path.stem for path in RESULTS if origins.is_older(path.stem)} == set(origins.WHY_OLDER)
+
+
 def test_every_result_is_used():
     """By a page, or by a script or a test besides the script that writes it."""
     folders = ((ROOT, "*.md"), *((ROOT / name, "**/*.md") for name in ("docs", "benchmarks")))
@@ -61,6 +65,7 @@ def written(day, commit, cpu="a CPU"):
 )  # fmt: skip
 def test_a_result_has_the_origin_of_its_parts(origins, monkeypatch, tmp_path, result, line, day):
     monkeypatch.setattr(origins, "RESULTS", tmp_path)
+    monkeypatch.setattr(origins, "RECENT", "2026-01-01")
     (tmp_path / "speed.json").write_text(json.dumps(result))
     page = origins.with_origins("# Speed\n\nold\n\n<!-- measured -->\nold\n", "speed")
     assert page == f"# Speed\n\nold\n\n<!-- measured -->\n\nMeasured:\n\n- [speed.json](speed.json): {line}\n"
@@ -69,3 +74,13 @@ def test_a_result_has_the_origin_of_its_parts(origins, monkeypatch, tmp_path, re
     dated = f"see ([it](../benchmarks/results/speed.json){day}) and `benchmarks/results/speed.json`{day}.\n"
     assert origins.with_days(cited) == dated == origins.with_days(dated)
     assert origins.dated(tmp_path / "speed.md", page) == page and origins.dated(ROOT / "docs" / "a.md", cited) == dated
+
+
+def test_a_page_says_why_a_result_was_not_measured_again(origins, monkeypatch, tmp_path):
+    monkeypatch.setattr(origins, "RESULTS", tmp_path)
+    monkeypatch.setattr(origins, "WHY_OLDER", {"speed": "it takes a day"})
+    parts = {"x": written(origins.RECENT, "b2"), "y": written("2026-01-01", "a1")}
+    (tmp_path / "speed.json").write_text(json.dumps(parts))
+    assert origins.line_of("speed").endswith("at b2 on a CPU. Not all again: it takes a day")
+    (tmp_path / "speed.json").write_text(json.dumps({"x": parts["x"]}))
+    assert origins.line_of("speed").endswith("at b2 on a CPU")
