@@ -1,10 +1,11 @@
 """The gain from the fast kernels of the torch backend, and the effect of their sizes: variants of an engine, in turns.
 
-    python benchmarks/fast_pieces.py [--shape llama-19m] [--threads 1] [--rounds 8] [VARIANT …]
+    python benchmarks/fast_pieces.py [--shape llama-19m] [--threads 1] [--rounds 8] [--lengths 100 330] [VARIANT …]
 
 A variant is a list of settings, such as `kernels=reference`, `dropout=0.05`, `method=dora`, `dtype=float32`,
-`block=128` (queries of attention), `rows=512` (of a chunk of the loss), or `products=torch` and `products=onednn` (by
-whom, whatever the CPU has). The others are compared with the first one.
+`block=128` (queries of attention), `short=0` (tokens of the longest document that a batch computes with others),
+`rows=512` (of a chunk of the loss), or `products=torch` and `products=onednn` (by whom, whatever the CPU has). The
+others are compared with the first one. Documents have random lengths between those of --lengths.
 Every variant is a separate engine on the same documents; each round takes a step of every variant, forth and back.
 Seconds are those of whole steps. The profile is that of the first variant. Writes results/fast_pieces.json.
 """
@@ -38,7 +39,7 @@ VARIANTS = (
     "block=128", "block=64", "block=512", "rows=128", "rows=512", "rows=682", "rows=1024",
 )  # fmt: skip
 LENGTHS = (100, 330)  # of the documents, in tokens, about those of GSM8K
-NUM_DOCUMENTS = 8
+NUM_TOKENS = 1720  # about
 # What `products` asks of the CPU: whether it has 16 bits, whether oneDNN is faster, whether it has AVX-512.
 PRODUCTS: dict[str, tuple[Any, Any, Any]] = {
     "auto": (products.is_native, products.is_faster, products.has_avx512),
@@ -52,18 +53,20 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-19m")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--lengths", type=int, nargs=2, default=LENGTHS, metavar=("LEAST", "MOST"))
     parser.add_argument("variants", nargs="*", default=VARIANTS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     parts = record.runs("fast_pieces", "parts")
     with tempfile.TemporaryDirectory() as folder:
-        units = "" if products.has_avx512() else ", without AVX-512"
-        parts[f"{args.shape}, {args.threads} threads{units}"] = record.origin() | measure(args, Path(folder))
+        case = [args.shape, f"{args.threads} threads", *["without AVX-512"] * (not products.has_avx512())]
+        case += [f"{args.lengths[0]} to {args.lengths[1]} tokens"] * (tuple(args.lengths) != LENGTHS)
+        parts[", ".join(case)] = record.origin() | measure(args, Path(folder))
     print(json.dumps(parts, indent=2), record.write("fast_pieces", {"parts": parts}), sep="\n")
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    documents, batches = documents_of(args.shape, folder)
+    documents, batches = documents_of(args.shape, args.lengths, folder)
     backend = get_backend("torch", "cpu")
     steps = {name: stepper(backend, folder, batches, name) for name in args.variants}
     for step in steps.values():
@@ -87,22 +90,23 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def documents_of(name: str, folder: Path) -> tuple[Documents, list[Batch]]:
+def documents_of(name: str, lengths: tuple[int, int], folder: Path) -> tuple[Documents, list[Batch]]:
     """Write the config of a model of this shape, and return documents for it and their micro-batches."""
     shape = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | SHAPES[name]
     (folder / "config.json").write_text(json.dumps(shape))
-    vocab, rng = SHAPES[name]["vocab_size"], np.random.default_rng(0)
+    vocab, number, rng = SHAPES[name]["vocab_size"], 2 * NUM_TOKENS // sum(lengths), np.random.default_rng(0)
     documents = in_memory(
-        [(rng.integers(0, vocab, n).astype(np.int32), np.ones(n, bool)) for n in rng.integers(*LENGTHS, NUM_DOCUMENTS)]
+        [(rng.integers(0, vocab, n).astype(np.int32), np.ones(n, bool)) for n in rng.integers(*lengths, number)]
     )
-    return documents, micro_batches(documents, range(NUM_DOCUMENTS), SequenceLayout(2048, 2048), seed=0, step=0)
+    return documents, micro_batches(documents, range(number), SequenceLayout(2048, 2048), seed=0, step=0)
 
 
 def stepper(backend: Backend, model: Path, batches: list[Any], variant: str) -> Callable[[], float]:
     """A function that takes one optimizer step and returns its seconds."""
     given = dict(item.split("=") for item in variant.split(",") if item)
-    block, rows = (
+    block, short, rows = (
         int(given.pop("block", attention.ATTENTION_BLOCK)),
+        int(given.pop("short", attention.SHORT)),
         int(given.pop("rows", cross_entropy.LOSS_ROWS["cpu"])),
     )
     dtype, kernels, dropout = given.pop("dtype", "bfloat16"), given.pop("kernels", "auto"), given.pop("dropout", "0")
@@ -115,7 +119,7 @@ def stepper(backend: Backend, model: Path, batches: list[Any], variant: str) -> 
     num_targets = sum(batch.num_targets for batch in batches)
 
     def step() -> float:
-        attention.ATTENTION_BLOCK, cross_entropy.LOSS_ROWS["cpu"] = block, rows
+        attention.ATTENTION_BLOCK, attention.SHORT, cross_entropy.LOSS_ROWS["cpu"] = block, short, rows
         products.is_native, products.is_faster, products.has_avx512 = PRODUCTS[library]
         began = time.perf_counter()
         for batch in batches:

@@ -59,8 +59,10 @@ def gap(a, b):
 ROWS = {
     "one document": [[7]],
     "several, and padding": [[5, 1, 9], [1, 3]],
+    "alike, in batches": [[24, 30, 27, 9], [31, 25, 8]],
     "longer than a block": [[attention.ATTENTION_BLOCK + 33, 40], [2 * attention.ATTENTION_BLOCK + 1]],
 }
+NO_BORDERS = torch.empty(0, dtype=torch.int32)  # of the GPU's kernel
 
 
 def segments_of(rows):
@@ -91,7 +93,7 @@ def test_attention_inside_documents_is_the_masked_one(rows, heads, groups, windo
     real = torch.from_numpy(segments > 0)[..., None, None]
     weights = randn(B, T, heads, d, seed=9) * real  # nothing is asked of the padding
     found, expected = [leaf(x) for x in inputs], [leaf(x.float()) for x in inputs]
-    where = attention.DocumentBorders.of(segments, torch.device("cpu"), COMPILE[how])
+    where = attention.DocumentBorders.of(segments, NO_BORDERS, COMPILE[how])
     out, _ = attention.attend(
         torch.nn.Module(), *found, None, scaling=0.3, sliding_window=window, softcap=cap, documents=where
     )
@@ -117,7 +119,7 @@ def test_attention_does_no_work_between_documents():
 
     def work(rows):
         segments = segments_of(rows)
-        where = attention.DocumentBorders.of(segments, torch.device("cpu"), COMPILE["plain"])
+        where = attention.DocumentBorders.of(segments, NO_BORDERS, COMPILE["plain"])
         q, k, v = (leaf(randn(1, 2, segments.shape[1], 8)) for _ in range(3))
         with FlopCounterMode(display=False, custom_mapping={FLASH: flash_flop}) as counter:
             out, _ = attention.attend(torch.nn.Module(), q, k, v, None, documents=where)
@@ -136,8 +138,8 @@ def test_products_come_again_in_the_same_shapes():
     """A CPU's library compiles a product for every shape, which takes longer than most of the products."""
 
     def shapes(lengths, chunk):
-        segments = segments_of([[*lengths, 50]])
-        where = attention.DocumentBorders.of(segments, torch.device("cpu"), COMPILE["plain"])
+        segments = segments_of([[*lengths, 100]])
+        where = attention.DocumentBorders.of(segments, NO_BORDERS, COMPILE["plain"])
         q, k, v = (leaf(randn(1, 2, segments.shape[1], 8)) for _ in range(3))
         hidden, labels = leaf(randn(chunk, 8)), torch.arange(chunk)
         with Products() as products:
@@ -167,7 +169,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize(("name", "value"), [("s_aux", "sinks"), ("position_bias", "slopes"), ("dropout", 0.1)])
 def test_what_attention_does_not_know_is_refused(name, value):
-    where = attention.DocumentBorders.of(segments_of([[4]]), torch.device("cpu"), COMPILE["plain"])
+    where = attention.DocumentBorders.of(segments_of([[4]]), NO_BORDERS, COMPILE["plain"])
     q = randn(1, 1, 4, 8)
     with pytest.raises(attention.NotCovered, match=f"Module needs more .*{name}"):
         attention.attend(torch.nn.Module(), q, q, q, None, documents=where, **{name: value})

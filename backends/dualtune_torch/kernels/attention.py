@@ -4,12 +4,13 @@ On a GPU this is FlashAttention over ragged sequences (`torch.nn.attention.varle
 torch's flash kernel, document by document. Because its backward pass is slow, the backward pass on a CPU, and all code
 for windows and soft caps, uses batched matrix products and a softmax per document, in blocks of queries that skip the
 keys after them. The backward pass recomputes the probabilities from the log-sum-exp of each row, as in Dao et al.,
-FlashAttention, arXiv 2205.14135, section 3.1.
+FlashAttention, arXiv 2205.14135, section 3.1. Short documents of similar length are one batch in both passes, because
+to call an operation for each takes longer than to compute it (`benchmarks/fast_pieces.py`).
 
 A document that shares the beginning of another one (`Batch.parents_BT`) has the keys of this beginning before its own.
 
-Legend: B rows, T tokens of a row, H query heads, G key/value heads, d head size; within a block Q queries, K keys,
-R = H / G · Q queries of all the heads that share a key/value head.
+Legend: B rows, T tokens of a row, N = B · T, H query heads, G key/value heads, d head size; within a block Q queries,
+K keys, R = H / G · Q queries of all the heads that share a key/value head; in a batch D documents of L tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from dualtune.base.errors import ConfigError
-from dualtune.engine.documents import Branch
+from dualtune.engine.documents import Branch, Span
 from dualtune_torch.card.checks import RAGGED_TORCH
 from dualtune_torch.card.memory import ATTENTION_BLOCK
 from dualtune_torch.kernels import compiled
@@ -36,6 +37,9 @@ from dualtune_torch.kernels.products import is_widened, product
 NAME = "dualtune"  # of the implementation, in transformers' registry
 GRANULE = 16  # tokens: CPU libraries compile a matrix product per shape, so lengths are rounded up to repeat
 EVERYTHING = 1 << 30  # the window of a model without one
+SHORT = 128  # tokens of the longest document in a batch: with longer ones gathering costs what fewer calls save
+ALIKE = 0.8  # the least length of a document in a batch, by that of the longest
+MOST_SCORES = ATTENTION_BLOCK**2  # of a head in a batch
 VARLEN_OPTIONS = ("scale", "window_size", "enable_gqa")  # torch 2.10 has none of them, 2.11 the first two
 # Arguments of an attention function that make no difference to this one.
 IRRELEVANT_OPTIONS = {
@@ -62,16 +66,49 @@ class GatheredKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class AlikeDocuments:
+    """Short documents of similar length as a batch: the shorter ones repeat their last token, whose results are unused.
+
+    n tokens, without the repeated ones.
+    """
+
+    spans: tuple[Span, ...]
+    tokens_DL: Tensor  # of the concatenated rows, int64
+    is_repeated_DL: Tensor
+    own_n: Tensor  # the places in the flat batch of what is not repeated, int64
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], T: int) -> AlikeDocuments:
+        starts_D1, ends_D1 = (np.array([[row * T + span[i]] for row, *span in spans]) for i in range(2))
+        L = min(T, -(-int((ends_D1 - starts_D1).max()) // GRANULE) * GRANULE)
+        tokens_DL = starts_D1 + np.arange(L)
+        is_repeated_DL = tokens_DL >= ends_D1
+        places = np.minimum(tokens_DL, ends_D1 - 1), is_repeated_DL, np.flatnonzero(~is_repeated_DL)
+        return cls(tuple(spans), *map(torch.from_numpy, places))
+
+    def batch(self, x_BHTd: Tensor) -> Tensor:
+        """Return the documents of x as a batch, [D, H, L, d], in memory as [D, L, H, d]."""
+        x_NHd = x_BHTd.transpose(1, 2).flatten(0, 1)
+        return x_NHd.index_select(0, self.tokens_DL.flatten()).unflatten(0, self.tokens_DL.shape).transpose(1, 2)
+
+    def write(self, out_BTHd: Tensor, x_DHLd: Tensor) -> None:
+        """Write what was computed of the documents where they lie in the rows."""
+        x_nHd = x_DHLd.transpose(1, 2).flatten(0, 1).index_select(0, self.own_n)
+        out_BTHd.flatten(0, 1).index_copy_(0, self.tokens_DL.flatten()[self.own_n], x_nHd)
+
+
+@dataclass(frozen=True, slots=True)
 class DocumentBorders:
     """Where the documents of a micro-batch lie. All of it is known on the host, so nothing synchronizes the device."""
 
-    spans: tuple[tuple[int, int, int], ...] | None  # row, first token, end; without padding. None: only on the device
+    spans: tuple[Span, ...] | None  # without padding. None: only on the device
     cu_seqlens: Tensor  # `borders_in` on the device
     longest: int
     maybe_compile: Callable[[Any], Any]  # `compiled.compile_function`, or the identity
     windows: set[int | None] = field(default_factory=set)  # filled by `attend`: the windows that the model uses
     branches: Mapping[tuple[int, int], Branch] = field(default_factory=dict)  # by row and first token
     keys: GatheredKeys | None = None  # where documents have parents
+    alike: tuple[AlikeDocuments, ...] = ()  # on a CPU
 
     @classmethod
     def of(
@@ -86,12 +123,24 @@ class DocumentBorders:
             if segments_BT.flat[start]
         )
         placed = {(branch.row, branch.start): branch for branch in branches}
-        return cls(spans, cu_seqlens, int(lengths.max()), maybe_compile, branches=placed, keys=keys)
+        alike = () if placed or cu_seqlens.is_cuda else tuple(_batches(spans, T))
+        return cls(spans, cu_seqlens, int(lengths.max()), maybe_compile, set(), placed, keys, alike)
 
     @classmethod
     def on_device(cls, longest: int, cu_seqlens: Tensor, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
         """Documents of up to `longest` tokens, the borders of which may change after this."""
         return cls(None, cu_seqlens, longest, maybe_compile)
+
+
+def _batches(spans: Sequence[Span], T: int) -> Iterator[AlikeDocuments]:
+    """Yield batches of short documents of similar length; what is similar to no other one is in none."""
+    left = sorted((span for span in spans if span[2] - span[1] <= SHORT), key=lambda span: span[1] - span[2])
+    while left:
+        longest = left[0][2] - left[0][1]
+        batch = [span for span in left[: MOST_SCORES // longest**2] if span[2] - span[1] >= ALIKE * longest]
+        left = left[len(batch) :]
+        if len(batch) > 1:
+            yield AlikeDocuments.of(batch, T)
 
 
 def borders_in(segments_BT: np.ndarray) -> np.ndarray:
@@ -155,8 +204,11 @@ def attend(
             "allowed here: auto, fused, reference; or set model.dtype: bfloat16"
         )
     window = EVERYTHING if sliding_window is None else sliding_window
-    spans = tuple((*span, documents.branches.get(span[:2])) for span in documents.spans)
-    return DocumentAttention.apply(query, key, value, spans, scale, window, softcap, documents.maybe_compile), None
+    alike = documents.alike if softcap is None and window >= documents.longest else ()
+    batched = {span for batch in alike for span in batch.spans}
+    alone = tuple((*span, documents.branches.get(span[:2])) for span in documents.spans if span not in batched)
+    arguments = query, key, value, alone, alike, scale, window, softcap, documents.maybe_compile
+    return DocumentAttention.apply(*arguments), None
 
 
 AttentionInterface.register(NAME, attend)
@@ -286,6 +338,7 @@ class DocumentAttention(torch.autograd.Function):
         k_BGTd: Tensor,
         v_BGTd: Tensor,
         spans: tuple[tuple[int, int, int, Branch | None], ...],
+        alike: tuple[AlikeDocuments, ...],
         scale: float,
         window: int,
         cap: float | None,
@@ -299,22 +352,27 @@ class DocumentAttention(torch.autograd.Function):
             q_HLd = q_BHTd[b, :, start:beyond]
             k_GKd, v_GKd = (_keys(x_BGTd[b], start, beyond, branch) for x_BGTd in (k_BGTd, v_BGTd))
             if q_BHTd.device.type == "cpu" and cap is None and window >= beyond - start and branch is None:
-                out_HLd, lse_HL = _flash(q_HLd, k_GKd, v_GKd, scale)
+                (out_HLd,), (lse_HL,) = _flash(q_HLd[None], k_GKd[None], v_GKd[None], scale)
             else:
                 out_HLd, lse_HL = _in_blocks(q_HLd, k_GKd, v_GKd, scale, window, cap, maybe_compile)
             out_BTHd[b, start:end] = out_HLd[:, :L].transpose(0, 1)
             lse_BHT[b, :, start:end] = lse_HL[:, :L]
-        ctx.save_for_backward(q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT)
-        ctx.rest = spans, scale, window, cap, maybe_compile
+        lse_DHL = []
+        for documents in alike:
+            out_DHLd, lse = _flash(*map(documents.batch, (q_BHTd, k_BGTd, v_BGTd)), scale)
+            documents.write(out_BTHd, out_DHLd)
+            lse_DHL.append(lse)
+        ctx.save_for_backward(q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT, *lse_DHL)
+        ctx.rest = spans, alike, scale, window, cap, maybe_compile
         return out_BTHd
 
     @staticmethod
     def backward(ctx: Any, dout_BTHd: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT = ctx.saved_tensors
+        q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT, *lse_DHL = ctx.saved_tensors
         dtype = q_BHTd.dtype
         if is_widened(q_BHTd):
             q_BHTd, k_BGTd, v_BGTd, dout_BTHd = (x.float() for x in (q_BHTd, k_BGTd, v_BGTd, dout_BTHd))
-        spans, scale, window, cap, maybe_compile = ctx.rest
+        spans, alike, scale, window, cap, maybe_compile = ctx.rest
         (_, H, T, d), G = q_BHTd.shape, k_BGTd.shape[1]
         longest = max((branch.shared for *_, branch in spans if branch), default=0) + T
         at_K = torch.arange(longest, device=q_BHTd.device)
@@ -347,7 +405,36 @@ class DocumentAttention(torch.autograd.Function):
                 for dx_BGTd, dx_GSd in ((dk_BGTd, dk_GSd), (dv_BGTd, dv_GSd)):
                     dx_BGTd[b, :, origin] += dx_GSd[:, :shared]
                     dx_BGTd[b, :, start:beyond] += dx_GSd[:, shared:]
-        return *(dx.to(dtype) for dx in (dq_BHTd, dk_BGTd, dv_BGTd)), None, None, None, None, None
+        for documents, lse in zip(alike, lse_DHL, strict=True):
+            inputs = q_BHTd, k_BGTd, v_BGTd, dout_BTHd.transpose(1, 2), delta_BTH.transpose(1, 2)[..., None]
+            dx_DHLd = _batch_gradients(documents, *inputs, lse, at_K, scale, maybe_compile)
+            for dx_BHTd, dx in zip((dq_BHTd, dk_BGTd, dv_BGTd), dx_DHLd, strict=True):
+                documents.write(dx_BHTd.transpose(1, 2), dx)
+        return *(dx.to(dtype) for dx in (dq_BHTd, dk_BGTd, dv_BGTd)), None, None, None, None, None, None
+
+
+def _batch_gradients(
+    documents: AlikeDocuments, q_BHTd: Tensor, k_BGTd: Tensor, v_BGTd: Tensor, dout_BHTd: Tensor, delta_BHT1: Tensor,
+    lse_DHL: Tensor, at_T: Tensor, scale: float, maybe_compile: Callable[[Any], Any],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v, [D, H or G, L, d], in the documents of a batch."""
+    q_DHLd, k_DGLd, v_DGLd, dout_DHLd, delta_DHL1 = map(
+        documents.batch, (q_BHTd, k_BGTd, v_BGTd, dout_BHTd, delta_BHT1)
+    )
+    # A repeated token has no gradient: its row of the scores is probabilities times (0 - 0).
+    for x_DHLd in (dout_DHLd, delta_DHL1):
+        x_DHLd.masked_fill_(documents.is_repeated_DL[:, None, :, None], 0)
+    (D, H, L, d), G = q_DHLd.shape, k_DGLd.shape[1]
+    q_GRd, dout_GRd = (x_DHLd.reshape(D * G, -1, d) for x_DHLd in (q_DHLd, dout_DHLd))
+    k_GLd, v_GLd = (x_DGLd.reshape(D * G, L, d) for x_DGLd in (k_DGLd, v_DGLd))
+    scores_GRL, dprobs_GRL = q_GRd @ k_GLd.mT, dout_GRd @ v_GLd.mT
+    probs_HLL, dscores_HLL = maybe_compile(gradients)(
+        scores_GRL.view(D * H, L, L), dprobs_GRL.view(D * H, L, L), lse_DHL.reshape(D * H, L, 1),
+        delta_DHL1.reshape(D * H, L, 1), at_T[:L], at_T[:L], L, scale, EVERYTHING, None,
+    )  # fmt: skip
+    probs_GRL, dscores_GRL = (x_HLL.view_as(scores_GRL) for x_HLL in (probs_HLL, dscores_HLL))
+    dq_GRd, dk_GLd, dv_GLd = dscores_GRL @ k_GLd, dscores_GRL.mT @ q_GRd, probs_GRL.mT @ dout_GRd
+    return dq_GRd.view(D, H, L, d), dk_GLd.view(D, G, L, d), dv_GLd.view(D, G, L, d)
 
 
 def _keys(x_GTd: Tensor, start: int, beyond: int, branch: Branch | None) -> Tensor:
@@ -363,13 +450,11 @@ def _beyond(start: int, end: int, T: int) -> int:
     return min(T, end + (start - end) % GRANULE)
 
 
-def _flash(q_HLd: Tensor, k_GLd: Tensor, v_GLd: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend in a document of L tokens by torch's CPU kernel: [H, L, d], and the log-sum-exp of each row, [H, L]."""
-    R = len(q_HLd) // len(k_GLd)
-    k_HLd, v_HLd = (x_GLd.repeat_interleave(R, 0) for x_GLd in (k_GLd, v_GLd))
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out_1HLd, lse_1HL = attention(q_HLd[None], k_HLd[None], v_HLd[None], 0.0, True, scale=scale)
-    return out_1HLd[0], lse_1HL[0]
+def _flash(q_DHLd: Tensor, k_DGLd: Tensor, v_DGLd: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend in documents of L tokens by torch's CPU kernel: [D, H, L, d], and each row's log-sum-exp, [D, H, L]."""
+    R = q_DHLd.shape[1] // k_DGLd.shape[1]
+    k_DHLd, v_DHLd = (x_DGLd.repeat_interleave(R, 1) for x_DGLd in (k_DGLd, v_DGLd))
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_DHLd, k_DHLd, v_DHLd, 0.0, True, scale=scale)
 
 
 def _in_blocks(
