@@ -14,6 +14,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PARTS = json.loads((RESULTS / "peers.json").read_text())["parts"]
 TABLE = [line for line in (ROOT / "docs" / "performance.md").read_text().splitlines() if line.startswith("| ")]
 
+SHAPES = ("llama-19m", "smollm2-135m")
 # (how a row of the table begins, the parts whose ratios it gives, in its order)
 ROWS = [
     ("Hugging Face + PEFT, its best", ["cpu/llama-19m/gsm8k/hf_peft/best", "cpu/smollm2-135m/gsm8k/hf_peft/best"]),
@@ -56,10 +57,14 @@ def test_the_figures_with_utilisation_are_those_that_were_measured():
 
 def test_the_figures_of_a_cpu_with_avx2_alone_are_those_that_were_measured():
     parts = json.loads((RESULTS / "fast_pieces.json").read_text())["parts"]
-    small, large = (parts[f"{shape}, 2 threads, without AVX-512"] for shape in ("llama-19m", "smollm2-135m"))
+    small, large = (parts[f"{shape}, 2 threads, without AVX-512"] for shape in SHAPES)
     page = (ROOT / "docs" / "performance.md").read_text()
     assert f"{small['median_ratio']['products=torch']:.1f} times as long with torch's own products" in page
     assert f"bfloat16 then takes {large['median_ratio']['']:.2f} times the time of float32" in page
+    small, large = (parts[f"{shape}, 2 threads, without AVX-512, 12 to 60 tokens"] for shape in SHAPES)
+    by_document = "dtype=float32,short=0"
+    assert f"takes {large['median_ratio'][by_document]:.2f} times as long in float32" in page
+    assert f"(18.9M shape: {small['median_ratio'][by_document]:.2f} times)" in page
 
 
 def test_all_figures_are_of_the_same_kind_of_machine():
