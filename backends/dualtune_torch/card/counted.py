@@ -167,7 +167,8 @@ def _attention(counted: Counted, ask: Ask) -> int:
     if not counted.fused_attention or (ask.device == "cuda" and ask.item_bytes < memory.MASTER_BYTES):
         return 0
     L, c = min(ask.max_length, ask.cells), ask.item_bytes
-    return counted.heads * min(L, ATTENTION_BLOCK) * L * (2 * c + 16)
+    block = counted.heads * min(L, ATTENTION_BLOCK) * L * (2 * c + 16)
+    return max(block, memory.attention_batch(counted.heads, counted.width, 4 * memory.MASTER_BYTES, ask))
 
 
 def recomputation(counted: Counted, ask: Ask, kept_bytes: int) -> MemoryPart:

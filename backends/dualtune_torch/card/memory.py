@@ -41,6 +41,9 @@ WORTH_COMPILING = 5_000_000  # parameters
 # Rows of a chunk of the loss, by device: few enough to save memory, enough to pay for reading the head's weights.
 LOSS_ROWS = {"cpu": 128, "cuda": 1024}
 ATTENTION_BLOCK = 256  # queries
+# Tokens of the longest document that a CPU computes in a batch with others: with longer ones gathering costs what fewer
+# calls save. A batch has at most the scores of a block.
+SHORT = 128
 # Weights that an optimizer of our own updates at a time, by device: on a CPU the temporaries fit in its cache.
 UPDATE_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 # Triton applies the mask of dropout in registers from this many features on. dropout(x) of 2,048 tokens is then 8 MB,
@@ -348,8 +351,18 @@ def attention(decoder: Decoder, ask: Ask) -> MemoryPart:
     before = L - block or (L if T >= 2 * L else 0)  # of this document or another one
     size = H * block * (number_bytes * L + 2 * c * before)  # two are still alive
     formula = f"{H} heads × {block} queries × {L:,} keys × {number_bytes} B, and the block before"
+    if (batch := attention_batch(H, q, number_bytes, ask)) > size:
+        size, formula = batch, f"{H} heads and a batch of short documents: {batch:,} B"
     freed = c * decoder.inner * (1 + decoder.gated) * T  # of the layer's feed-forward block, which is done by then
     return MemoryPart("attention", size - freed, f"{formula}, less {freed:,} B of the feed-forward block")
+
+
+def attention_batch(heads: int, width: int, number_bytes: int, ask: Ask) -> int:
+    """Bytes of the backward pass of a batch of short documents, which a CPU computes at once."""
+    if ask.device != "cpu":
+        return 0
+    scores = min(ATTENTION_BLOCK**2, ask.cells * min(ask.max_length, SHORT))
+    return heads * scores * number_bytes + 4 * ask.item_bytes * ask.cells * width  # q, k, v and a gradient, gathered
 
 
 def feed_forward(decoder: Decoder, ask: Ask) -> MemoryPart:

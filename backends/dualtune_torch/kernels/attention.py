@@ -30,16 +30,15 @@ from transformers import AttentionInterface
 from dualtune.base.errors import ConfigError
 from dualtune.engine.documents import Branch, Span
 from dualtune_torch.card.checks import RAGGED_TORCH
-from dualtune_torch.card.memory import ATTENTION_BLOCK
+from dualtune_torch.card.memory import ATTENTION_BLOCK, SHORT
 from dualtune_torch.kernels import compiled
 from dualtune_torch.kernels.products import is_widened, product
 
 NAME = "dualtune"  # of the implementation, in transformers' registry
 GRANULE = 16  # tokens: CPU libraries compile a matrix product per shape, so lengths are rounded up to repeat
 EVERYTHING = 1 << 30  # the window of a model without one
-SHORT = 128  # tokens of the longest document in a batch: with longer ones gathering costs what fewer calls save
 ALIKE = 0.8  # the least length of a document in a batch, by that of the longest
-MOST_SCORES = ATTENTION_BLOCK**2  # of a head in a batch
+MOST_SCORES = ATTENTION_BLOCK**2  # of a head in a batch: see `card.memory.attention_batch`
 VARLEN_OPTIONS = ("scale", "window_size", "enable_gqa")  # torch 2.10 has none of them, 2.11 the first two
 # Arguments of an attention function that make no difference to this one.
 IRRELEVANT_OPTIONS = {
@@ -418,15 +417,14 @@ def _batch_gradients(
     lse_DHL: Tensor, at_T: Tensor, scale: float, maybe_compile: Callable[[Any], Any],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v, [D, H or G, L, d], in the documents of a batch."""
-    q_DHLd, k_DGLd, v_DGLd, dout_DHLd, delta_DHL1 = map(
-        documents.batch, (q_BHTd, k_BGTd, v_BGTd, dout_BHTd, delta_BHT1)
+    (D, L), (_, H, _, d), G = documents.tokens_DL.shape, q_BHTd.shape, k_BGTd.shape[1]
+    q_GRd, k_GLd, v_GLd, dout_GRd = (
+        documents.batch(x_BHTd).reshape(D * G, -1, d) for x_BHTd in (q_BHTd, k_BGTd, v_BGTd, dout_BHTd)
     )
     # A repeated token has no gradient: its row of the scores is probabilities times (0 - 0).
-    for x_DHLd in (dout_DHLd, delta_DHL1):
+    delta_DHL1 = documents.batch(delta_BHT1)
+    for x_DHLd in (dout_GRd.view(D, H, L, d), delta_DHL1):
         x_DHLd.masked_fill_(documents.is_repeated_DL[:, None, :, None], 0)
-    (D, H, L, d), G = q_DHLd.shape, k_DGLd.shape[1]
-    q_GRd, dout_GRd = (x_DHLd.reshape(D * G, -1, d) for x_DHLd in (q_DHLd, dout_DHLd))
-    k_GLd, v_GLd = (x_DGLd.reshape(D * G, L, d) for x_DGLd in (k_DGLd, v_DGLd))
     scores_GRL, dprobs_GRL = q_GRd @ k_GLd.mT, dout_GRd @ v_GLd.mT
     probs_HLL, dscores_HLL = maybe_compile(gradients)(
         scores_GRL.view(D * H, L, L), dprobs_GRL.view(D * H, L, L), lse_DHL.reshape(D * H, L, 1),

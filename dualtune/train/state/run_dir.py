@@ -160,7 +160,7 @@ def open_run(config: Config, resume: str = "auto") -> Generator[RunDir]:
             state, reason = "preempted", str(stop)
             raise
         except KeyboardInterrupt:
-            raise _interrupted(path) from None
+            raise interrupted(path) from None
         except Exception as error:
             reason = redact(f"{type(error).__name__}: {error}".splitlines()[0])
             raise
@@ -267,7 +267,7 @@ def _newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     return saved, [f"ignored the checkpoint {problem}" for problem in problems]
 
 
-def _interrupted(path: Path) -> KeyboardInterrupt:
+def interrupted(path: Path) -> KeyboardInterrupt:
     """Return the error of a run that a second Ctrl-C ends at once: what is kept of it, and how it goes on."""
     steps = checkpoint.steps(path / CHECKPOINTS)
     if not steps:
