@@ -19,15 +19,14 @@ RESULTS = Path(__file__).parent / "results"
 DOCS = RESULTS.parents[1] / "docs"
 MARK = "<!-- measured -->\n"
 RECENT = "2026-11-25"
+NO_TIME = "there was no machine time for it"
 WHY_OLDER = {  # why the older parts of a result were not measured again
     **dict.fromkeys(("fast_pieces", "peers"), "no CPU with AMX could be had since"),
     **dict.fromkeys(("no_slower", "startup"), "it compares with a tree of that time"),
     **dict.fromkeys(("checkpointing_mlx", "streaming_mlx"), "MLX takes minutes a step on the CPU that could be had"),
     "checkpointing": "its times want an idle machine",
-    **dict.fromkeys(
-        "affine4_memory averaging checkpoint_overhead clean data memory_limit optimizer_8bit streaming".split(),
-        "there was no machine time for it",
-    ),
+    **dict.fromkeys(("affine4_memory", "averaging", "checkpoint_overhead", "clean"), NO_TIME),
+    **dict.fromkeys(("data", "memory_limit", "optimizer_8bit", "streaming"), NO_TIME),
 }
 DAY = r"\d{4}-\d\d-\d\d"
 NAMED = re.compile(rf"((?:\((?:\.\./)+|`)benchmarks/results/(\w+)\.json[)`])(?:, {DAY}(?: to {DAY})?)?")

@@ -358,7 +358,8 @@ class DocumentAttention(torch.autograd.Function):
             lse_BHT[b, :, start:end] = lse_HL[:, :L]
         lse_DHL = []
         for documents in alike:
-            out_DHLd, lse = _flash(*map(documents.batch, (q_BHTd, k_BGTd, v_BGTd)), scale)
+            q_DHLd, k_DGLd, v_DGLd = map(documents.batch, (q_BHTd, k_BGTd, v_BGTd))
+            out_DHLd, lse = _flash(q_DHLd, k_DGLd, v_DGLd, scale)
             documents.write(out_BTHd, out_DHLd)
             lse_DHL.append(lse)
         ctx.save_for_backward(q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT, *lse_DHL)
