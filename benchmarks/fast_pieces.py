@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    documents, batches = documents_of(args.shape, args.lengths, folder)
+    documents, batches = documents_of(args.shape, folder, args.lengths)
     backend = get_backend("torch", "cpu")
     steps = {name: stepper(backend, folder, batches, name) for name in args.variants}
     for step in steps.values():
@@ -90,7 +90,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
-def documents_of(name: str, lengths: tuple[int, int], folder: Path) -> tuple[Documents, list[Batch]]:
+def documents_of(name: str, folder: Path, lengths: tuple[int, int] = LENGTHS) -> tuple[Documents, list[Batch]]:
     """Write the config of a model of this shape, and return documents for it and their micro-batches."""
     shape = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | SHAPES[name]
     (folder / "config.json").write_text(json.dumps(shape))
