@@ -184,6 +184,7 @@ class StepCosts:
     # blocks of queries that skip the keys after them.
     attention: Literal["flash", "documents", "rows"]
     attention_block: int = 64  # queries
+    attention_short: int = 0  # tokens of the longest document that is computed in a batch with others
     least_parameters: int = 0  # of a model that is compiled; a smaller one takes other operators
     waits: int = 0  # of the host for the device, in a micro-batch
     # Quantization -> operator calls for a matrix that is unpacked; numbers moved and operations for each weight,

@@ -10,7 +10,7 @@ Legend: B rows, T tokens of a row; within a call N documents, L tokens of the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Span = tuple[int, int, int]  # row, first token, end
 SHORTEST = 16  # tokens: shorter documents share a call
+ALIKE = 0.8  # the least length of a document in a batch, by that of the longest
 
 
 class DocumentRows(NamedTuple):
@@ -91,3 +92,18 @@ def document_rows(spans: Iterable[Span], shape: tuple[int, int]) -> DocumentRows
         calls.append(call_NL)
         num_before += call_NL.size
     return DocumentRows(calls, back)
+
+
+def alike(lengths: Sequence[int], short: int, most_scores: int) -> Iterator[list[int]]:
+    """Yield the numbers of documents of up to `short` tokens and similar lengths, which are computed as one batch.
+
+    At most so many that the batch, padded to its longest document, has `most_scores`. What is similar to no other one
+    is in none.
+    """
+    left = sorted((i for i, length in enumerate(lengths) if length <= short), key=lambda i: -lengths[i])
+    while left:
+        longest = lengths[left[0]]
+        batch = [i for i in left[: most_scores // longest**2] if lengths[i] >= ALIKE * longest]
+        left = left[len(batch) :]
+        if len(batch) > 1:
+            yield batch

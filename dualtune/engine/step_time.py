@@ -18,6 +18,7 @@ import numpy as np
 from dualtune.base.errors import EnvironmentFault
 from dualtune.base.text import in_short_time, in_time
 from dualtune.engine.card import StepCosts, card_of
+from dualtune.engine.documents import alike
 from dualtune.engine.machines import MachineLimits
 from dualtune.engine.memory.counted import Counted, Shape
 from dualtune.engine.memory.estimate import (
@@ -218,6 +219,16 @@ def units(step: _Step) -> Counts:
         for start in range(0, length, size)
     ]
     pairs = step.documents.seen if step.costs.attention == "flash" else sum(q * k for q, k in blocks)
+    batches = (
+        []
+        if step.documents.shared is not None
+        else [
+            batch
+            for group in step.documents.rows
+            for batch in alike([length for row in group for length in row], step.costs.attention_short, at_most**2)
+        ]
+    )
+    batched = sum(map(len, batches))
     groups = step.groups()
     input_groups = m * len(groups) * step.adapted_layers
     inner_groups = m * ("inner" in groups) * step.adapted_layers
@@ -230,8 +241,9 @@ def units(step: _Step) -> Counts:
         "adapted in a step": (len(step.on.shapes), 0.0),
         "group": (input_groups, input_groups),
         "inner group": (inner_groups, inner_groups),
-        "document": (documents * forward, documents * backward),
-        "block": (len(blocks) * forward, len(blocks) * backward),
+        "document": ((documents - batched) * forward, (documents - batched) * backward),
+        "block": ((len(blocks) - batched) * forward, (len(blocks) - batched) * backward),
+        "batch": (len(batches) * forward, len(batches) * backward),
         "chunk": (step.chunks, 0.0),
     }
     inputs = cells * step.adapted_layers * sum(group[0].in_ for group in groups.values())

@@ -9,7 +9,7 @@ trial on the GPU itself are not in it: dropout in registers, one pass over g.
 from __future__ import annotations
 
 from dualtune.engine.card import PassCosts, StepCosts
-from dualtune_torch.card.memory import ATTENTION_BLOCK, LOSS_ROWS, WORTH_COMPILING
+from dualtune_torch.card.memory import ATTENTION_BLOCK, LOSS_ROWS, SHORT, WORTH_COMPILING
 
 # Elementwise operations. A 32-bit integer product takes several; positions are compared as 64-bit integers.
 EXPONENTIAL, HASH, MASK = 20, 24, 40
@@ -28,7 +28,7 @@ LAUNCHES: PassCosts = {
     "rest": {"micro-batch": (11, 4)},
 }
 ATTENTION_LAUNCHES: dict[str, PassCosts] = {
-    "cpu": {"attention": {"layer": (1, 6), "document": (5, 0), "block": (0, 13)}},
+    "cpu": {"attention": {"layer": (1, 6), "document": (5, 0), "block": (0, 13), "batch": (12, 30)}},
     "cuda": {"attention": {"layer": (1, 3)}},  # FlashAttention's backward pass is three kernels
 }
 # Numbers that are read or written.
@@ -70,6 +70,7 @@ def _costs(kind: str) -> StepCosts:
         loss_rows=lambda vocab: LOSS_ROWS[kind],
         attention="flash" if kind == "cuda" else "documents",
         attention_block=ATTENTION_BLOCK,
+        attention_short=0 if kind == "cuda" else SHORT,
         least_parameters=WORTH_COMPILING,
         unpacking=UNPACKING[kind],
     )

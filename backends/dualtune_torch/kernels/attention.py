@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from dualtune.base.errors import ConfigError
-from dualtune.engine.documents import Branch, Span
+from dualtune.engine.documents import Branch, Span, alike
 from dualtune_torch.card.checks import RAGGED_TORCH
 from dualtune_torch.card.memory import ATTENTION_BLOCK, SHORT
 from dualtune_torch.kernels import compiled
@@ -37,7 +37,6 @@ from dualtune_torch.kernels.products import is_widened, product
 NAME = "dualtune"  # of the implementation, in transformers' registry
 GRANULE = 16  # tokens: CPU libraries compile a matrix product per shape, so lengths are rounded up to repeat
 EVERYTHING = 1 << 30  # the window of a model without one
-ALIKE = 0.8  # the least length of a document in a batch, by that of the longest
 MOST_SCORES = ATTENTION_BLOCK**2  # of a head in a batch: see `card.memory.attention_batch`
 VARLEN_OPTIONS = ("scale", "window_size", "enable_gqa")  # torch 2.10 has none of them, 2.11 the first two
 # Arguments of an attention function that make no difference to this one.
@@ -107,7 +106,7 @@ class DocumentBorders:
     windows: set[int | None] = field(default_factory=set)  # filled by `attend`: the windows that the model uses
     branches: Mapping[tuple[int, int], Branch] = field(default_factory=dict)  # by row and first token
     keys: GatheredKeys | None = None  # where documents have parents
-    alike: tuple[AlikeDocuments, ...] = ()  # on a CPU
+    batches: tuple[AlikeDocuments, ...] = ()  # on a CPU
 
     @classmethod
     def of(
@@ -122,24 +121,15 @@ class DocumentBorders:
             if segments_BT.flat[start]
         )
         placed = {(branch.row, branch.start): branch for branch in branches}
-        alike = () if placed or cu_seqlens.is_cuda else tuple(_batches(spans, T))
-        return cls(spans, cu_seqlens, int(lengths.max()), maybe_compile, set(), placed, keys, alike)
+        has_batches = not placed and not cu_seqlens.is_cuda
+        groups = alike([end - start for _, start, end in spans], SHORT, MOST_SCORES) if has_batches else ()
+        batches = tuple(AlikeDocuments.of([spans[i] for i in group], T) for group in groups)
+        return cls(spans, cu_seqlens, int(lengths.max()), maybe_compile, set(), placed, keys, batches)
 
     @classmethod
     def on_device(cls, longest: int, cu_seqlens: Tensor, maybe_compile: Callable[[Any], Any]) -> DocumentBorders:
         """Documents of up to `longest` tokens, the borders of which may change after this."""
         return cls(None, cu_seqlens, longest, maybe_compile)
-
-
-def _batches(spans: Sequence[Span], T: int) -> Iterator[AlikeDocuments]:
-    """Yield batches of short documents of similar length; what is similar to no other one is in none."""
-    left = sorted((span for span in spans if span[2] - span[1] <= SHORT), key=lambda span: span[1] - span[2])
-    while left:
-        longest = left[0][2] - left[0][1]
-        batch = [span for span in left[: MOST_SCORES // longest**2] if span[2] - span[1] >= ALIKE * longest]
-        left = left[len(batch) :]
-        if len(batch) > 1:
-            yield AlikeDocuments.of(batch, T)
 
 
 def borders_in(segments_BT: np.ndarray) -> np.ndarray:
@@ -203,10 +193,10 @@ def attend(
             "allowed here: auto, fused, reference; or set model.dtype: bfloat16"
         )
     window = EVERYTHING if sliding_window is None else sliding_window
-    alike = documents.alike if softcap is None and window >= documents.longest else ()
-    batched = {span for batch in alike for span in batch.spans}
+    batches = documents.batches if softcap is None and window >= documents.longest else ()
+    batched = {span for batch in batches for span in batch.spans}
     alone = tuple((*span, documents.branches.get(span[:2])) for span in documents.spans if span not in batched)
-    arguments = query, key, value, alone, alike, scale, window, softcap, documents.maybe_compile
+    arguments = query, key, value, alone, batches, scale, window, softcap, documents.maybe_compile
     return DocumentAttention.apply(*arguments), None
 
 
@@ -337,7 +327,7 @@ class DocumentAttention(torch.autograd.Function):
         k_BGTd: Tensor,
         v_BGTd: Tensor,
         spans: tuple[tuple[int, int, int, Branch | None], ...],
-        alike: tuple[AlikeDocuments, ...],
+        batches: tuple[AlikeDocuments, ...],
         scale: float,
         window: int,
         cap: float | None,
@@ -357,13 +347,13 @@ class DocumentAttention(torch.autograd.Function):
             out_BTHd[b, start:end] = out_HLd[:, :L].transpose(0, 1)
             lse_BHT[b, :, start:end] = lse_HL[:, :L]
         lse_DHL = []
-        for documents in alike:
+        for documents in batches:
             q_DHLd, k_DGLd, v_DGLd = map(documents.batch, (q_BHTd, k_BGTd, v_BGTd))
             out_DHLd, lse = _flash(q_DHLd, k_DGLd, v_DGLd, scale)
             documents.write(out_BTHd, out_DHLd)
             lse_DHL.append(lse)
         ctx.save_for_backward(q_BHTd, k_BGTd, v_BGTd, out_BTHd, lse_BHT, *lse_DHL)
-        ctx.rest = spans, alike, scale, window, cap, maybe_compile
+        ctx.rest = spans, batches, scale, window, cap, maybe_compile
         return out_BTHd
 
     @staticmethod
@@ -372,7 +362,7 @@ class DocumentAttention(torch.autograd.Function):
         dtype = q_BHTd.dtype
         if is_widened(q_BHTd):
             q_BHTd, k_BGTd, v_BGTd, dout_BTHd = (x.float() for x in (q_BHTd, k_BGTd, v_BGTd, dout_BTHd))
-        spans, alike, scale, window, cap, maybe_compile = ctx.rest
+        spans, batches, scale, window, cap, maybe_compile = ctx.rest
         (_, H, T, d), G = q_BHTd.shape, k_BGTd.shape[1]
         longest = max((branch.shared for *_, branch in spans if branch), default=0) + T
         at_K = torch.arange(longest, device=q_BHTd.device)
@@ -405,7 +395,7 @@ class DocumentAttention(torch.autograd.Function):
                 for dx_BGTd, dx_GSd in ((dk_BGTd, dk_GSd), (dv_BGTd, dv_GSd)):
                     dx_BGTd[b, :, origin] += dx_GSd[:, :shared]
                     dx_BGTd[b, :, start:beyond] += dx_GSd[:, shared:]
-        for documents, lse in zip(alike, lse_DHL, strict=True):
+        for documents, lse in zip(batches, lse_DHL, strict=True):
             inputs = q_BHTd, k_BGTd, v_BGTd, dout_BTHd.transpose(1, 2), delta_BTH.transpose(1, 2)[..., None]
             dx_DHLd = _batch_gradients(documents, *inputs, lse, at_K, scale, maybe_compile)
             for dx_BHTd, dx in zip((dq_BHTd, dk_BGTd, dv_BGTd), dx_DHLd, strict=True):
