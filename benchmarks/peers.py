@@ -337,7 +337,9 @@ def result_name(platform: str) -> str:
     units = record.bfloat16_units()
     if platform == "cuda" or units is None or "amx_bf16" in units:  # None: not known of other systems
         return "peers"
-    return "peers_no_amx" if "avx512_bf16" in units else "peers_avx2"
+    from dualtune_torch.kernels.products import has_avx512
+
+    return "peers_no_amx" if has_avx512() else "peers_avx2"
 
 
 def without_paths(figures: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:

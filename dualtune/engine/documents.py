@@ -83,27 +83,34 @@ def document_rows(spans: Iterable[Span], shape: tuple[int, int]) -> DocumentRows
     calls: list[np.ndarray] = []
     back, num_before = np.zeros(B * T, np.int64), 0
     for _, group in sorted(by_size.items()):
-        lengths_N1 = np.array([[end - start] for _, start, end in group], np.int64)
-        first_N1 = np.array([[row * T + start] for row, start, _ in group], np.int64)
-        steps_L = np.arange(max(end - start for _, start, end in group), dtype=np.int64)
-        call_NL = first_N1 + np.minimum(steps_L, lengths_N1 - 1)
-        is_token_NL = steps_L < lengths_N1
+        call_NL, is_token_NL = one_a_row(group, T, max(end - start for _, start, end in group))
         back[call_NL[is_token_NL]] = num_before + np.flatnonzero(is_token_NL)
         calls.append(call_NL)
         num_before += call_NL.size
     return DocumentRows(calls, back)
 
 
-def alike(lengths: Sequence[int], short: int, most_scores: int) -> Iterator[list[int]]:
+def one_a_row(spans: Iterable[Span], T: int, L: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return documents of up to L tokens, one a row: the flat index of each token, int64 [N, L], and which are its own.
+
+    The last token of a document is repeated.
+    """
+    pairs_2N = np.array([(row * T + start, end - start) for row, start, end in spans], np.int64).T
+    first_N1, lengths_N1 = pairs_2N[..., None]
+    steps_L = np.arange(L, dtype=np.int64)
+    return first_N1 + np.minimum(steps_L, lengths_N1 - 1), steps_L < lengths_N1
+
+
+def alike(lengths: Sequence[int], short: int, block: int) -> Iterator[list[int]]:
     """Yield the numbers of documents of up to `short` tokens and similar lengths, which are computed as one batch.
 
-    At most so many that the batch, padded to its longest document, has `most_scores`. What is similar to no other one
-    is in none.
+    At most so many that the batch, padded to its longest document, has the scores of a square block. What is similar to
+    no other one is in none.
     """
     left = sorted((i for i, length in enumerate(lengths) if length <= short), key=lambda i: -lengths[i])
     while left:
         longest = lengths[left[0]]
-        batch = [i for i in left[: most_scores // longest**2] if lengths[i] >= ALIKE * longest]
+        batch = [i for i in left[: block**2 // longest**2] if lengths[i] >= ALIKE * longest]
         left = left[len(batch) :]
         if len(batch) > 1:
             yield batch

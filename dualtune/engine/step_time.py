@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -219,15 +220,8 @@ def units(step: _Step) -> Counts:
         for start in range(0, length, size)
     ]
     pairs = step.documents.seen if step.costs.attention == "flash" else sum(q * k for q, k in blocks)
-    batches = (
-        []
-        if step.documents.shared is not None
-        else [
-            batch
-            for group in step.documents.rows
-            for batch in alike([length for row in group for length in row], step.costs.attention_short, at_most**2)
-        ]
-    )
+    short = 0 if step.documents.shared is not None else step.costs.attention_short
+    batches = [batch for group in step.documents.rows for batch in alike([*chain(*group)], short, at_most)]
     batched = sum(map(len, batches))
     groups = step.groups()
     input_groups = m * len(groups) * step.adapted_layers

@@ -28,7 +28,7 @@ LAUNCHES: PassCosts = {
     "rest": {"micro-batch": (11, 4)},
 }
 ATTENTION_LAUNCHES: dict[str, PassCosts] = {
-    "cpu": {"attention": {"layer": (1, 6), "document": (5, 0), "block": (0, 13), "batch": (12, 30)}},
+    "cpu": {"attention": {"layer": (1, 6), "document": (5, 0), "block": (0, 13), "batch": (8, 28)}},
     "cuda": {"attention": {"layer": (1, 3)}},  # FlashAttention's backward pass is three kernels
 }
 # Numbers that are read or written.

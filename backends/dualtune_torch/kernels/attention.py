@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from dualtune.base.errors import ConfigError
-from dualtune.engine.documents import Branch, Span, alike
+from dualtune.engine.documents import Branch, Span, alike, one_a_row
 from dualtune_torch.card.checks import RAGGED_TORCH
 from dualtune_torch.card.memory import ATTENTION_BLOCK, SHORT
 from dualtune_torch.kernels import compiled
@@ -37,7 +37,6 @@ from dualtune_torch.kernels.products import is_widened, product
 NAME = "dualtune"  # of the implementation, in transformers' registry
 GRANULE = 16  # tokens: CPU libraries compile a matrix product per shape, so lengths are rounded up to repeat
 EVERYTHING = 1 << 30  # the window of a model without one
-MOST_SCORES = ATTENTION_BLOCK**2  # of a head in a batch: see `card.memory.attention_batch`
 VARLEN_OPTIONS = ("scale", "window_size", "enable_gqa")  # torch 2.10 has none of them, 2.11 the first two
 # Arguments of an attention function that make no difference to this one.
 IRRELEVANT_OPTIONS = {
@@ -73,15 +72,14 @@ class AlikeDocuments:
     spans: tuple[Span, ...]
     tokens_DL: Tensor  # of the concatenated rows, int64
     is_repeated_DL: Tensor
-    own_n: Tensor  # the places in the flat batch of what is not repeated, int64
+    own_n: Tensor  # the places in the flat batch of what is not repeated, int64…
+    tokens_n: Tensor  # …and its tokens
 
     @classmethod
     def of(cls, spans: Sequence[Span], T: int) -> AlikeDocuments:
-        starts_D1, ends_D1 = (np.array([[row * T + span[i]] for row, *span in spans]) for i in range(2))
-        L = min(T, -(-int((ends_D1 - starts_D1).max()) // GRANULE) * GRANULE)
-        tokens_DL = starts_D1 + np.arange(L)
-        is_repeated_DL = tokens_DL >= ends_D1
-        places = np.minimum(tokens_DL, ends_D1 - 1), is_repeated_DL, np.flatnonzero(~is_repeated_DL)
+        longest = max(end - start for _, start, end in spans)
+        tokens_DL, is_own_DL = one_a_row(spans, T, min(T, -(-longest // GRANULE) * GRANULE))
+        places = tokens_DL, ~is_own_DL, np.flatnonzero(is_own_DL), tokens_DL[is_own_DL]
         return cls(tuple(spans), *map(torch.from_numpy, places))
 
     def batch(self, x_BHTd: Tensor) -> Tensor:
@@ -92,7 +90,7 @@ class AlikeDocuments:
     def write(self, out_BTHd: Tensor, x_DHLd: Tensor) -> None:
         """Write what was computed of the documents where they lie in the rows."""
         x_nHd = x_DHLd.transpose(1, 2).flatten(0, 1).index_select(0, self.own_n)
-        out_BTHd.flatten(0, 1).index_copy_(0, self.tokens_DL.flatten()[self.own_n], x_nHd)
+        out_BTHd.flatten(0, 1).index_copy_(0, self.tokens_n, x_nHd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +120,7 @@ class DocumentBorders:
         )
         placed = {(branch.row, branch.start): branch for branch in branches}
         has_batches = not placed and not cu_seqlens.is_cuda
-        groups = alike([end - start for _, start, end in spans], SHORT, MOST_SCORES) if has_batches else ()
+        groups = alike([end - start for _, start, end in spans], SHORT, ATTENTION_BLOCK) if has_batches else ()
         batches = tuple(AlikeDocuments.of([spans[i] for i in group], T) for group in groups)
         return cls(spans, cu_seqlens, int(lengths.max()), maybe_compile, set(), placed, keys, batches)
 
